@@ -1,0 +1,90 @@
+"""Attention without a cache: the oracle that the cached engine is checked against.
+
+It shares no code with the cache or its backends, not even the mask, so that it cannot share their faults.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvine.rope import RotaryEmbedding, rotate
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """What one layer's queries see.
+
+    Attributes:
+        rope: the layer's rotation.
+        window: a query sees this many tokens up to itself; None sees all.
+        sink_tokens: first tokens that it sees beside them.
+        sinks_in_cache: whether positions are counted inside the cache of sinks and window, as StreamingLLM does.
+    """
+
+    rope: RotaryEmbedding
+    window: int | None = None
+    sink_tokens: int = 0
+    sinks_in_cache: bool = False
+
+
+class DenseAttention:
+    """`attend` over one whole sequence, positions 0 … N - 1, computed anew in every call.
+
+    Args:
+        layers: one for each layer of the model.
+        scale: factor on the scores.
+        softcap: soft cap of the scores, if the model has one.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer], *, scale: float, softcap: float | None = None) -> None:
+        self._layers = tuple(layers)
+        self._scale = scale
+        self._softcap = softcap
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
+        what = self._layers[layer]
+        n, group = q.shape[0], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [N, Hq, D]
+        if what.window is not None and what.sinks_in_cache and n > what.window:
+            return self._streaming(what, what.window, q, k, v)
+        cos, sin = what.rope.cos_sin(torch.arange(n, device=q.device))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mask = (
+            None if what.window is None or what.window >= n else self._mask(n, what.window, what.sink_tokens, q.device)
+        )
+        if self._softcap is None:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, Hq, N, D]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale)
+            return out[0].transpose(0, 1)
+        if mask is None:
+            mask = self._mask(n, n, 0, q.device)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * self._scale
+        scores = self._softcap * torch.tanh(scores / self._softcap)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+
+    @staticmethod
+    def _mask(n: int, window: int, sinks: int, device: torch.device) -> Tensor:
+        """[N, N], true where a query (row) sees a key (column)."""
+        band = torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)
+        band[:, :sinks] = torch.ones(n, n, dtype=torch.bool, device=device).tril()[:, :sinks]
+        return band
+
+    def _streaming(self, what: DenseLayer, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """For each query, builds the rolling cache that StreamingLLM would hold and numbers it from 0."""
+        out = torch.empty_like(q)
+        for i in range(q.shape[0]):
+            first = max(0, i + 1 - window)
+            kept = torch.tensor([*range(min(what.sink_tokens, first)), *range(first, i + 1)], device=q.device)
+            cos, sin = what.rope.cos_sin(torch.arange(len(kept), device=q.device))
+            keys = rotate(k[kept], cos, sin).float()  # [L, Hq, D]
+            query = rotate(q[i : i + 1], cos[-1:], sin[-1:])[0].float()  # [Hq, D]
+            scores = torch.einsum("hd,khd->hk", query, keys) * self._scale
+            if self._softcap is not None:
+                scores = self._softcap * torch.tanh(scores / self._softcap)
+            out[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[kept].float()).to(q.dtype)
+        return out

@@ -1,0 +1,92 @@
+"""What a group of layers keeps and what a query may see of it: the engine's only definition of visibility.
+
+The planner, the allocator and every attention backend ask here, so that they cannot disagree.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvine.config import SinkRule
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One group of layers that see alike and so share a block table.
+
+    Attributes:
+        layers: the model's layers in this group, ascending.
+        num_kv_heads, head_dim: shape of one token's K (and V) in one layer.
+        block_size: tokens in a block.
+        window: a query at q sees keys k with q - k < window; None sees all.
+        sink_tokens: the first tokens, visible past the window.
+        sink_rule: at which distance sinks are seen, see `CacheConfig`.
+        key_codec, value_codec: `exact`, `fp32`, `fp16` or `bf16`.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 32
+    window: int | None = None
+    sink_tokens: int = 0
+    sink_rule: SinkRule = "absolute"
+    key_codec: str = "exact"
+    value_codec: str = "exact"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in the group."""
+        return len(self.layers)
+
+    def visible(self, q_pos: Any, k_pos: Any) -> Any:
+        """Whether a query at q_pos reads the key at k_pos; on integers, arrays or tensors that broadcast."""
+        causal = k_pos <= q_pos
+        if self.window is None:
+            return causal
+        return causal & ((q_pos - k_pos < self.window) | (k_pos < self.sink_tokens))
+
+    def window_start(self, q_pos: int) -> int:
+        """First position that a query at q_pos sees through its window, sinks aside."""
+        return 0 if self.window is None else max(0, q_pos - self.window + 1)
+
+    def sink_position(self, q_pos: Any) -> Any:
+        """Position by which a query at q_pos is rotated to read the sinks; on a tensor of positions.
+
+        Under `in_cache` a query past the window stands at the end of a cache of S + W tokens (arXiv:2309.17453, §3.2).
+        """
+        if self.window is None or self.sink_rule == "absolute":
+            return q_pos
+        return q_pos.clamp(max=self.sink_tokens + self.window - 1)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that num_tokens tokens fill, the last one perhaps partly."""
+        return -(-num_tokens // self.block_size)
+
+    def dead_blocks(self, num_accepted: int) -> range:
+        """Blocks that no query at num_accepted or later can see."""
+        if self.window is None:
+            return range(0)
+        first = self.num_blocks(self.sink_tokens)
+        return range(first, max(first, (num_accepted - self.window + 1) // self.block_size))
+
+    def live_blocks(self, num_tokens: int) -> list[int]:
+        """Blocks of a sequence of num_tokens tokens that some later query can see."""
+        dead = self.dead_blocks(num_tokens)
+        return [block for block in range(self.num_blocks(num_tokens)) if block not in dead]
+
+    def max_live_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence growing to num_tokens holds at once, computing at most `chunk` tokens a step."""
+        total = self.num_blocks(num_tokens)
+        if self.window is None:
+            return total
+        # The span a step reads or writes: the window before its first token, and the step itself; it may start
+        # anywhere in a block, hence one block more.
+        span = self.num_blocks(self.window - 1 + min(chunk, num_tokens)) + 1
+        return min(total, self.num_blocks(self.sink_tokens) + span)
+
+    def bytes_per_block(self, dtype: str) -> int:
+        """Exact bytes of K and V in one block over the group's layers, under compute dtype `fp32`, `bf16` or `fp16`."""
+        key, value = (ITEM_BYTES[dtype if codec == "exact" else codec] for codec in (self.key_codec, self.value_codec))
+        return self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * (key + value)

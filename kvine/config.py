@@ -1,0 +1,100 @@
+"""The options of a cache and an engine, checked where they are made, so that a wrong one never reaches a running step."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvine.errors import ConfigError
+
+SinkRule = Literal["absolute", "in_cache"]
+KV_DTYPES = ("exact", "fp32", "fp16", "bf16")
+BACKENDS = ("auto", "sdpa", "reference")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Reads a size in bytes: a positive integer, or a text such as `512MiB` or `2.5GB`.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        number = float(size)
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", str(size), re.IGNORECASE)
+        unit = match.group(2).upper() if match else "?"
+        if match is None or unit not in _UNITS:
+            raise ConfigError(f"{size!r} is not a size in bytes: write a number such as 536870912, 512MiB or 2GB.")
+        number = float(match.group(1)) * _UNITS[unit]
+    if number < 1:
+        raise ConfigError(f"A size of {size!r} holds nothing: write at least 1 byte.")
+    return int(number)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How the past is kept.
+
+    Attributes:
+        block_size: tokens in a block, the unit of allocation, sharing and eviction.
+        kv_memory: budget for K and V in bytes, or a text such as `2GiB`; None takes the smaller of a quarter of the free
+            memory and four times the model's context.
+        kv_dtype: what K and V are stored as: `exact` is the compute dtype; `fp32`, `fp16` and `bf16` convert each
+            value as it is written.
+        window: if given, a query sees only its last `window` tokens (itself included) and the sinks, in every layer
+            that the model does not limit more tightly itself.
+        sink_tokens: first tokens that stay visible past the window (attention sinks, arXiv:2309.17453).
+        sink_rule: `absolute` keeps the sinks at their true distance; `in_cache` counts distances inside the cache, as
+            StreamingLLM does, so that generation may go on past the model's context.
+        prefix_caching: whether finished blocks are kept for later requests that begin with the same tokens.
+    """
+
+    block_size: int = 32
+    kv_memory: int | str | None = None
+    kv_dtype: str = "exact"
+    window: int | None = None
+    sink_tokens: int = 0
+    sink_rule: SinkRule = "absolute"
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"A block holds at least 1 token; block_size is {self.block_size}.")
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory)
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype {self.kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}.")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"A window holds at least the token itself; window is {self.window}.")
+        if self.sink_tokens < 0:
+            raise ConfigError(f"sink_tokens is {self.sink_tokens}: give 0 or more.")
+        if self.sink_tokens and self.window is None:
+            raise ConfigError("Sinks need a window: without one every token stays visible. Give window as well.")
+        if self.sink_rule not in ("absolute", "in_cache"):
+            raise ConfigError(f"sink_rule {self.sink_rule!r} is unknown: choose absolute or in_cache.")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How requests share the model.
+
+    Attributes:
+        max_step_tokens: tokens computed in one model call, over all requests; longer prompts are read in chunks.
+        max_running: requests that may hold cache memory at once; the rest wait in order of arrival.
+        backend: attention backend, `auto`, `sdpa` or `reference`.
+    """
+
+    max_step_tokens: int = 2048
+    max_running: int = 256
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_step_tokens < 1:
+            raise ConfigError(f"A step computes at least 1 token; max_step_tokens is {self.max_step_tokens}.")
+        if self.max_running < 1:
+            raise ConfigError(f"At least 1 request must run; max_running is {self.max_running}.")
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"The attention backend {self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}."
+            )

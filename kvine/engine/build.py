@@ -1,0 +1,141 @@
+"""Puts an engine together from a loaded model and the user's options."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from kvine.attention.base import Backend
+from kvine.attention.cached import AttentionLayer, CachedAttention
+from kvine.attention.dense import DenseAttention, DenseLayer
+from kvine.attention.reference import ReferenceBackend
+from kvine.attention.sdpa import SdpaBackend
+from kvine.cache.hashing import namespace_key
+from kvine.cache.manager import CacheManager
+from kvine.cache.pool import KVPool
+from kvine.cache.spec import CacheSpec
+from kvine.config import CacheConfig, EngineConfig, parse_bytes
+from kvine.engine.engine import Engine, EngineParts
+from kvine.engine.resources import free_memory
+from kvine.engine.runner import Runner
+from kvine.errors import ConfigError
+from kvine.models.cache_specs import cache_specs
+from kvine.models.load import LoadedModel
+from kvine.rope import RopeConfig, RotaryEmbedding
+from kvine.sampling.sampler import Sampler
+
+BACKENDS: dict[str, type[Backend]] = {"sdpa": SdpaBackend, "reference": ReferenceBackend}
+CONTEXTS_BY_DEFAULT = 4
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def build_engine(config: EngineConfig, parts: EngineParts) -> Engine:
+    """An engine from its parts; see `standard_parts` for the usual ones."""
+    return Engine(parts, config)
+
+
+def standard_parts(
+    model: LoadedModel,
+    cache: CacheConfig,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    eos_ids: Collection[int],
+) -> EngineParts:
+    """The parts of an engine over a model.
+
+    Args:
+        model: the loaded model.
+        cache: how the past is kept.
+        config: how requests share the model.
+        vocab_size: ids that the tokenizer knows.
+        eos_ids: ids that end a text beside those of the model's own config.
+
+    Raises:
+        ConfigError: if the cache's memory is too small for even one block, or a backend cannot serve the model.
+    """
+    specs = cache_specs(model.config, cache)
+    dtype = DTYPE_NAMES[model.dtype]
+    budget, capacities = _memory(specs, dtype, cache, model)
+    manager = CacheManager(specs, budget, dtype=dtype, prefix_caching=cache.prefix_caching, capacities=capacities)
+    pools = [
+        KVPool(spec, pool.capacity, model.dtype, model.device) for spec, pool in zip(specs, manager.pools, strict=True)
+    ]
+    group_of = {layer: (g, i) for g, spec in enumerate(specs) for i, layer in enumerate(spec.layers)}
+    ropes = _ropes(model)
+    attention = CachedAttention(
+        [AttentionLayer(*group_of[n], ropes[layer.rope]) for n, layer in enumerate(model.config.layers)],
+        pools,
+        [choose_backend(config.backend, spec, model.device) for spec in specs],
+        scale=model.config.attention_scale,
+        softcap=model.config.attention_softcap,
+    )
+    endless = all(spec.window is not None for spec in specs) and cache.sink_rule == "in_cache"
+    vocab_size = min(vocab_size, model.config.vocab_size)
+    return EngineParts(
+        manager,
+        Runner(model.decoder, attention, manager, model.device),
+        Sampler(vocab_size),
+        frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
+        vocab_size,
+        None if endless else model.config.max_context,
+        lambda salt: namespace_key(model.fingerprint, dtype, specs, salt=salt),
+    )
+
+
+def dense_attention(model: LoadedModel, cache: CacheConfig) -> DenseAttention:
+    """The cache-free oracle of an engine with these options: it sees exactly what the cached one may see."""
+    ropes = _ropes(model)
+    layers: dict[int, DenseLayer] = {}
+    for spec in cache_specs(model.config, cache):
+        for number in spec.layers:
+            rope = ropes[model.config.layers[number].rope]
+            moved = spec.sink_rule == "in_cache" and spec.sink_tokens > 0
+            layers[number] = DenseLayer(rope, spec.window, spec.sink_tokens, moved)
+    return DenseAttention(
+        [layers[number] for number in range(model.config.num_layers)],
+        scale=model.config.attention_scale,
+        softcap=model.config.attention_softcap,
+    )
+
+
+def choose_backend(name: str, spec: CacheSpec, device: torch.device) -> Backend:
+    """The backend called `name`, or with `auto` the first that can serve a spec.
+
+    Raises:
+        ConfigError: if the named one cannot, with its reason.
+    """
+    for known, backend_class in BACKENDS.items():
+        backend = backend_class()
+        reason = backend.unsupported(spec, device)
+        if name in ("auto", known):
+            if reason is None:
+                return backend
+            if name == known:
+                raise ConfigError(f"The {name} backend cannot serve this cache: {reason}")
+    raise ConfigError(f"No attention backend called {name!r} can serve this cache.")
+
+
+def _ropes(model: LoadedModel) -> dict[RopeConfig, RotaryEmbedding]:
+    return {layer.rope: RotaryEmbedding(layer.rope, model.device) for layer in model.config.layers}
+
+
+def _memory(
+    specs: Sequence[CacheSpec], dtype: str, cache: CacheConfig, model: LoadedModel
+) -> tuple[int, list[int] | None]:
+    """Budget in bytes, and on devices where memory is taken at once the fixed number of blocks of each group."""
+    sizes = [spec.bytes_per_block(dtype) for spec in specs]
+    context = model.config.max_context
+    whole = [spec.max_live_blocks(context, context) * size for spec, size in zip(specs, sizes, strict=True)]
+    if cache.kv_memory is not None:
+        budget = parse_bytes(cache.kv_memory)
+    else:
+        free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else free_memory()
+        budget = max(min(free // 4, CONTEXTS_BY_DEFAULT * sum(whole)), sum(sizes))
+    if budget < sum(sizes):
+        raise ConfigError(
+            f"A cache of {budget:,} bytes holds no block: one of {cache.block_size} tokens takes {sum(sizes):,} bytes. "
+            "Raise kv_memory or lower block_size."
+        )
+    if model.device.type == "cpu":
+        return budget, None
+    return budget, [max(1, budget * share // sum(whole) // size) for share, size in zip(whole, sizes, strict=True)]

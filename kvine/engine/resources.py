@@ -1,0 +1,33 @@
+"""What this process may use of the machine: cores and memory, as its container limits them, not as the host has them."""
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroup's CPU quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(cgroup / "cpu.max").split()  # "200000 100000", or "max 100000"
+    if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
+        cores = min(cores, int(quota[0]) // int(quota[1]))
+    return max(1, cores)
+
+
+def free_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes of memory that this process may still take: the smaller of the machine's and its cgroup's."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,104 @@
+"""Turns a step into one model call: block tables into a ragged batch, hidden states into the logits that are wanted."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvine.attention.base import Batch, GroupBatch
+from kvine.attention.cached import CachedAttention
+from kvine.cache.manager import CacheManager
+from kvine.engine.scheduler import Scheduled
+from kvine.models.decoder import Attend, Observer
+
+
+class Model(Protocol):
+    """What a runner asks of a decoder."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, observer: Observer | None = None) -> Tensor:
+        """[N] → hidden states [N, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] → [M, vocabulary], fp32."""
+        ...
+
+
+class Runner:
+    """Runs steps on a decoder and the cache's memory.
+
+    Args:
+        decoder: the model.
+        attention: over the pools that `manager` hands out.
+        manager: whose copies are made before anything is written.
+        device: where the model is.
+    """
+
+    def __init__(self, decoder: Model, attention: CachedAttention, manager: CacheManager, device: torch.device) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.manager = manager
+        self.device = device
+        self.observer: Observer | None = None
+
+    @torch.inference_mode()
+    def run(self, step: Sequence[Scheduled], *, all_logits: bool = False) -> Tensor:
+        """Computes a step whose blocks are reserved.
+
+        Args:
+            step: what to compute.
+            all_logits: logits of every token rather than of those that are sampled.
+
+        Returns:
+            [M, vocabulary] fp32, in the order of `step`.
+        """
+        for copy in self.manager.take_copies():
+            self.attention.pools[copy.group].copy([copy])
+        batch = self.batch(step, all_logits=all_logits)
+        hidden = self.decoder.forward(batch.input_ids, batch.positions, self.attention.step(batch), self.observer)
+        return self.decoder.logits(hidden[batch.logits_index])
+
+    def give_back(self) -> None:
+        """Returns the memory of blocks that hold nothing to the system."""
+        for group, pool in enumerate(self.attention.pools):
+            pool.give_back(self.manager.take_freed(group))
+
+    def batch(self, step: Sequence[Scheduled], *, all_logits: bool = False) -> Batch:
+        """The ragged batch of a step."""
+        ids: list[int] = []
+        positions: list[int] = []
+        starts, lengths, wanted = [0], [], []
+        for item in step:
+            end = item.start + item.count
+            ids += item.request.tokens(item.start, end)
+            positions += range(item.start, end)
+            starts.append(len(ids))
+            lengths.append(end)
+            if all_logits:
+                wanted += range(starts[-2], starts[-1])
+            elif item.samples:
+                wanted.append(len(ids) - 1)
+        groups = tuple(
+            self._group(group, step, np.array(positions), starts) for group in range(len(self.attention.pools))
+        )
+        return Batch(self._tensor(ids), self._tensor(positions), starts, lengths, groups, self._tensor(wanted))
+
+    def _group(self, group: int, step: Sequence[Scheduled], positions: np.ndarray, starts: list[int]) -> GroupBatch:
+        size = self.manager.block_size
+        tables = []
+        slots = np.empty_like(positions)
+        for r, item in enumerate(step):
+            assert item.request.sequence is not None
+            table = item.request.sequence.tables[group]
+            rows = slice(starts[r], starts[r + 1])
+            at = positions[rows]
+            first = int(at[0]) // size
+            written = np.array(table[first : int(at[-1]) // size + 1])
+            slots[rows] = written[at // size - first] * size + at % size
+            tables.append(table)
+        return GroupBatch(tables, self._tensor(slots))
+
+    def _tensor(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.long).to(self.device)

@@ -1,0 +1,125 @@
+"""A cache stepped by hand: feed some tokens, get their logits, look inside, feed more."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvine.cache.manager import MISSING, CachedSequence, CacheManager
+from kvine.config import EngineConfig
+from kvine.engine.request import Request
+from kvine.engine.runner import Runner
+from kvine.engine.scheduler import Scheduled
+from kvine.errors import ContextLengthError, RequestError
+from kvine.sampling.params import SamplingParams
+
+
+class SteppedCache:
+    """One sequence's past in the engine's own cache, lent to the caller. Memory goes back on `close`, or when forgotten.
+
+    Args:
+        runner: computes.
+        config: how many tokens one model call may take.
+        max_context: most tokens; None for no end.
+        sequence: what it holds, of `runner`'s manager.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, max_context: int | None, sequence: CachedSequence | None = None
+    ) -> None:
+        self._runner = runner
+        self._config = config
+        self._max_context = max_context
+        self._manager: CacheManager = runner.manager
+        self._sequence = sequence or self._manager.open(())
+        self._close = weakref.finalize(self, self._manager.release, self._sequence, keep_tail=False)
+
+    def __len__(self) -> int:
+        return self._sequence.num_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens whose K and V it holds."""
+        return list(self._sequence.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of K and V in its blocks."""
+        return self._manager.bytes_held(self._sequence)
+
+    def extend(self, token_ids: Sequence[int], *, last: bool = False) -> Tensor:
+        """Computes tokens after those held and keeps their K and V.
+
+        Args:
+            token_ids: at least one.
+            last: logits of the last token only.
+
+        Returns:
+            [1, N, vocabulary] fp32, or [1, 1, vocabulary].
+
+        Raises:
+            RequestError: if there is nothing to compute, or the cache is closed.
+            ContextLengthError: if the model's context or the cache has no room; nothing has changed then.
+        """
+        if not self._close.alive:
+            raise RequestError("This cache is closed: begin a new one.")
+        if not token_ids:
+            raise RequestError("Give at least one token to compute.")
+        held = len(self)
+        total = held + len(token_ids)
+        if self._max_context is not None and total > self._max_context:
+            raise ContextLengthError(f"{total} tokens do not fit the model's context of {self._max_context}.")
+        request = Request(
+            -1, [*self.tokens, *token_ids], SamplingParams(), seed=0, namespace=b"", limit=total, limit_detail=""
+        )
+        request.sequence = self._sequence
+        logits = []
+        try:
+            for start in range(held, total, self._config.max_step_tokens):
+                count = min(self._config.max_step_tokens, total - start)
+                if not self._manager.reserve(self._sequence, count):
+                    raise ContextLengthError(f"The cache has no room for {total} tokens: raise kv_memory.")
+                step = Scheduled(request, start, count)
+                if not last or step.samples:
+                    logits.append(self._runner.run([step], all_logits=not last))
+                else:
+                    self._runner.run([step])
+                self._manager.commit(self._sequence, request.tokens(start, start + count))
+        except BaseException:
+            self._manager.crop(self._sequence, held)
+            raise
+        return torch.cat(logits)[None]
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer as stored, each `[1, kv_heads, length, head_dim]`, keys rotated to their positions.
+
+        `length` counts the positions that `positions(number)` lists: all, or what a window has left.
+        """
+        group, index, _ = self._place(number)
+        live = [block for block in self._sequence.tables[group] if block != MISSING]
+        k, v = self._runner.attention.pools[group].read(index, live, len(live) * self._manager.block_size)
+        count = len(self.positions(number))
+        return k[:, :, :count], v[:, :, :count]
+
+    def positions(self, number: int) -> list[int]:
+        """The positions whose K and V one layer still holds, ascending."""
+        group, _, size = self._place(number)
+        table = self._sequence.tables[group]
+        return [p for p in range(len(self)) if table[p // size] != MISSING]
+
+    def crop(self, num_tokens: int) -> int:
+        """Forgets what follows the first num_tokens tokens; returns how many are left, fewer where a window lost some."""
+        return self._manager.crop(self._sequence, num_tokens)
+
+    def fork(self) -> "SteppedCache":
+        """A second cache with the same past; blocks are shared until one of the two writes."""
+        return SteppedCache(self._runner, self._config, self._max_context, self._manager.fork(self._sequence))
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._close()
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        place = self._runner.attention.layers[number]
+        return place.group, place.index, self._manager.block_size

@@ -1,0 +1,329 @@
+"""`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvine.config import CacheConfig, EngineConfig
+from kvine.engine.build import build_engine, dense_attention, standard_parts
+from kvine.engine.cache_free import DenseRunner, cache_free_engine
+from kvine.engine.engine import Engine, ModelCall
+from kvine.engine.request import Event, FinishReason
+from kvine.engine.resources import usable_cores
+from kvine.engine.runner import Runner
+from kvine.engine.stepped import SteppedCache
+from kvine.errors import RequestError
+from kvine.hub import ModelSource, resolve
+from kvine.models.load import load_model
+from kvine.sampling.params import SamplingParams
+from kvine.sampling.sampler import Sample
+from kvine.text.stream import TextStream
+from kvine.text.tokenizer import load_tokenizer
+
+DEFAULT_MODEL = "smollm2-135m"
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: its prompt, how many of those came from the cache, and what was generated."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall time of a request: until its first token (seconds, waiting included), and per further token (ms, mean)."""
+
+    prefill_s: float
+    decode_ms: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request has come to.
+
+    Attributes:
+        text: the answer, without EOS and stop strings.
+        token_ids: the generated ids, the ending one included.
+        finish_reason: `stop`, `length`, `context` or `abort`, see `Event`.
+        detail: with `context`, what was full and what to do.
+        logprobs: a sample for each token, if they were asked for.
+        prompt_ids: the prompt as it was fed.
+        usage, timings: see there.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    detail: str | None
+    logprobs: list[Sample] | None
+    prompt_ids: list[int]
+    usage: Usage
+    timings: Timings
+
+
+class TextGeneration(Iterator[str]):
+    """A running request: iterate for its text as it comes; `result` is complete when the iteration ends."""
+
+    def __init__(self, llm: "LLM", engine: Engine, prompt_ids: list[int], params: SamplingParams) -> None:
+        self._llm = llm
+        self._engine = engine
+        self._params = params
+        self._prompt_ids = prompt_ids
+        self._text = TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens)
+        self._samples: list[Sample] = []
+        self._last: Event | None = None
+        self._began = time.perf_counter()
+        self._first = self._latest = self._began
+        self._cached_tokens = 0
+        self.request_id = engine.add(prompt_ids, params, stop=self._text)
+
+    def __next__(self) -> str:
+        while self._last is None:
+            self._llm._pump(self._engine)
+            if piece := self._text.take():
+                return piece
+        if piece := self._text.finish():
+            return piece
+        if self._last.error is not None:
+            raise self._last.error
+        raise StopIteration
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return [sample.token_id for sample in self._samples]
+
+    @property
+    def result(self) -> Generation:
+        """The outcome; generates the rest first if need be. Raises what ended the request, if something went wrong."""
+        for _ in self:
+            pass
+        assert self._last is not None and self._last.finish_reason is not None
+        decoded = len(self._samples) - 1
+        return Generation(
+            text=self._text.text,
+            token_ids=self.token_ids,
+            finish_reason=self._last.finish_reason,
+            detail=self._last.detail,
+            logprobs=self._samples if self._params.logprobs is not None else None,
+            prompt_ids=self._prompt_ids,
+            usage=Usage(len(self._prompt_ids), self._cached_tokens, len(self._samples)),
+            timings=Timings(
+                self._first - self._began, (self._latest - self._first) / decoded * 1e3 if decoded > 0 else 0.0
+            ),
+        )
+
+    def close(self) -> None:
+        """Ends the request now and frees what it holds."""
+        if self._last is None:
+            self._engine.abort(self.request_id)
+            self._llm._drain(self._engine)
+
+    def receive(self, event: Event) -> None:
+        """Takes what a step has brought for this request."""
+        if event.sample is not None:
+            self._latest = time.perf_counter()
+            if not self._samples:
+                self._first = self._latest
+                self._cached_tokens = event.cached_tokens
+            self._samples.append(event.sample)
+        if event.finish_reason is not None:
+            self._last = event
+
+
+class LLM:
+    """A language model that answers through the block cache.
+
+    Args:
+        model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        dtype: `auto`, `fp32`, `bf16` or `fp16`.
+        cache: how the past is kept.
+        engine: how requests share the model.
+        threads: of the CPU; by default as many as the process may use.
+
+    Raises:
+        FetchError, ModelLoadError, ConfigError: with a sentence that says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSource = DEFAULT_MODEL,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        cache: CacheConfig | None = None,
+        engine: EngineConfig | None = None,
+        threads: int | None = None,
+    ) -> None:
+        torch.set_num_threads(threads or usable_cores())
+        self.source = model if isinstance(model, ModelSource) else resolve(model)
+        self.cache_config = cache or CacheConfig()
+        self.engine_config = engine or EngineConfig()
+        self.model = load_model(self.source, dtype=dtype, device=device)
+        self.tokenizer = load_tokenizer(self.source)
+        self.parts = standard_parts(
+            self.model,
+            self.cache_config,
+            self.engine_config,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_ids=self.tokenizer.eos_ids,
+        )
+        self.engine = build_engine(self.engine_config, self.parts)
+        self.dense = DenseRunner(self.model.decoder, dense_attention(self.model, self.cache_config), self.model.device)
+        self.cache_free_engine = cache_free_engine(self.parts, self.dense)
+        self._live: dict[tuple[int, int], TextGeneration] = {}
+
+    # -- text in, text out --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_cache: bool = True,
+    ) -> Any:
+        """Generates from one prompt, or from several side by side.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of these.
+            params: for all prompts, or one for each; greedy by default.
+            use_cache: false recomputes the whole text for every token.
+
+        Returns:
+            A `Generation`, or a list of them where several prompts were given.
+
+        Raises:
+            RequestError: if a prompt or parameter is wrong; nothing has been generated then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(each) != len(several):
+            raise RequestError(
+                f"There are {len(several)} prompts and {len(each)} sets of parameters: give one for each."
+            )
+        ids = [self.encode(prompt) for prompt in several]
+        running: list[TextGeneration] = []
+        try:
+            for prompt_ids, request_params in zip(ids, each, strict=True):
+                running.append(self._start(prompt_ids, request_params, use_cache))
+            results = [request.result for request in running]
+        finally:
+            for request in running:
+                request.close()
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True) -> TextGeneration:
+        """Generates from one prompt; iterate over the return value for the text as it comes."""
+        return self._start(self.encode(prompt), params or SamplingParams(), use_cache)
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True) -> Generation:
+        """Answers a conversation, written with the model's own chat template.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            params: greedy by default.
+            use_cache: false recomputes the whole text for every token.
+
+        Raises:
+            RequestError: if the model has no chat template or the template refuses the messages.
+        """
+        return self.stream_chat(messages, params, use_cache=use_cache).result
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True
+    ) -> TextGeneration:
+        """Like `chat`, as it comes."""
+        return self._start(self.encode_chat(messages), params or SamplingParams(), use_cache)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation. The template writes its own BOS, so none is added."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise RequestError(
+                f"{self.source.name} has no chat template: use generate with a plain prompt, or a model that is tuned "
+                "for conversations."
+            )
+        text = template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.tokenizer.encode(text, add_special=False)
+
+    # -- one step at a time -------------------------------------------------------------------------------------------
+
+    def logits(self, prompt: Prompt | Tensor, *, last: bool = False) -> Tensor:
+        """Logits of every position of a text, computed without a cache.
+
+        Args:
+            prompt: a text, token ids, or a tensor of ids, [N] or [1, N].
+            last: of the last position only.
+
+        Returns:
+            [1, N, vocabulary] fp32, or [1, 1, vocabulary].
+        """
+        return self.dense.logits(self._ids(prompt), last=last)[None]
+
+    def forward(
+        self, ids: Prompt | Tensor, cache: SteppedCache | None = None, *, last: bool = False
+    ) -> tuple[Tensor, SteppedCache]:
+        """Computes tokens after those that `cache` holds, and keeps their K and V.
+
+        Args:
+            ids: a text, token ids, or a tensor of ids, [N] or [1, N].
+            cache: what an earlier call returned; None begins a new text.
+            last: logits of the last token only.
+
+        Returns:
+            Logits, [1, N, vocabulary] fp32 (or [1, 1, vocabulary]), and the cache to continue from.
+        """
+        if cache is None:
+            assert isinstance(self.parts.runner, Runner)
+            cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
+        return cache.extend(self._ids(ids), last=last), cache
+
+    def trace(self, on_call: Callable[[ModelCall], None] | None) -> None:
+        """Has a function called after each model call; None stops it."""
+        self.engine.on_call = self.cache_free_engine.on_call = on_call
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ids(self, prompt: Prompt | Tensor) -> list[int]:
+        if not isinstance(prompt, Tensor):
+            return self.encode(prompt)
+        if prompt.ndim > 2 or (prompt.ndim == 2 and prompt.shape[0] != 1):
+            raise RequestError(f"Token ids of shape {list(prompt.shape)} are not one text: give [N] or [1, N].")
+        return [int(token) for token in prompt.flatten().tolist()]
+
+    def _start(self, prompt_ids: list[int], params: SamplingParams, use_cache: bool) -> TextGeneration:
+        engine = self.engine if use_cache else self.cache_free_engine
+        request = TextGeneration(self, engine, prompt_ids, params)
+        self._live[id(engine), request.request_id] = request
+        return request
+
+    def _pump(self, engine: Engine) -> None:
+        """One step; hands each event to the request that it belongs to."""
+        self._deliver(engine, engine.step())
+
+    def _drain(self, engine: Engine) -> None:
+        """Delivers what needs no step, such as the end of an aborted request."""
+        self._deliver(engine, engine.take_pending())
+
+    def _deliver(self, engine: Engine, events: Sequence[Event]) -> None:
+        for event in events:
+            key = (id(engine), event.request_id)
+            if (request := self._live.get(key)) is not None:
+                request.receive(event)
+                if event.finish_reason is not None:
+                    del self._live[key]

@@ -1,0 +1,35 @@
+"""Which layers of a model keep their past alike: the bridge from a model's config to the specs of its cache."""
+
+from kvine.cache.spec import CacheSpec
+from kvine.config import CacheConfig
+from kvine.models.config import ModelConfig
+
+
+def cache_specs(model: ModelConfig, cache: CacheConfig) -> tuple[CacheSpec, ...]:
+    """One spec for each group of layers that see alike, in order of their first layer.
+
+    A layer sees the smaller of its own window and the cache's. Sinks belong to the cache's window: a layer that the
+    model itself limits as tightly was trained without them.
+    """
+    groups: dict[tuple[int | None, int], list[int]] = {}
+    for number, layer in enumerate(model.layers):
+        own, given = layer.window, cache.window
+        if given is not None and (own is None or given < own):
+            seen: tuple[int | None, int] = (given, cache.sink_tokens)
+        else:
+            seen = (own, 0)
+        groups.setdefault(seen, []).append(number)
+    return tuple(
+        CacheSpec(
+            layers=tuple(layers),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=cache.block_size,
+            window=window,
+            sink_tokens=sinks,
+            sink_rule=cache.sink_rule,
+            key_codec=cache.kv_dtype,
+            value_codec=cache.kv_dtype,
+        )
+        for (window, sinks), layers in groups.items()
+    )
