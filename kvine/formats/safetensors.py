@@ -39,7 +39,7 @@ _READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "
 
 
 class SafetensorsFiles:
-    """The tensors of one file, or of a folder: its model.safetensors, or the shards of its model.safetensors.index.json.
+    """The tensors of one file, or of a folder: its model.safetensors, or the shards that its index names.
 
     `tensors` maps names to `TensorInfo`. `mapped` is true if `read` shares the file's pages for every tensor that is
     asked in its stored dtype; false only if a file's data lies askew, as no usual writer leaves it.
