@@ -1,4 +1,4 @@
-"""The options of a cache and an engine, checked where they are made, so that a wrong one never reaches a running step."""
+"""The options of a cache and an engine, checked where they are made: a wrong one never reaches a running step."""
 
 import re
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens in a block, the unit of allocation, sharing and eviction.
-        kv_memory: budget for K and V in bytes, or a text such as `2GiB`; None takes the smaller of a quarter of the free
-            memory and four times the model's context.
+        kv_memory: budget for K and V in bytes, or a text such as `2GiB`; None takes the smaller of a quarter of the
+            free memory and four times the model's context.
         kv_dtype: what K and V are stored as: `exact` is the compute dtype; `fp32`, `fp16` and `bf16` convert each
             value as it is written.
         window: if given, a query sees only its last `window` tokens (itself included) and the sinks, in every layer

@@ -56,11 +56,11 @@ class ReferenceBackend:
             visible = spec.visible(batch.positions[rows, None], k_pos)  # [n, L]
             assert not (visible & ~held[k_pos // spec.block_size]).any(), "a visible block was let go"
 
-            queries = q[rows].float().unflatten(1, (spec.num_kv_heads, -1))  # [n, Hkv, g, D]
+            grouped = (-1, spec.num_kv_heads, q.shape[1] // spec.num_kv_heads, spec.head_dim)  # [n, Hkv, g, D]
+            queries = q[rows].float().reshape(grouped)
             scores = torch.einsum("nhgd,hld->hgnl", queries, k) * scale
             if q_sink is not None:
-                to_sinks = q_sink[rows].float().unflatten(1, (spec.num_kv_heads, -1))
-                sinks = torch.einsum("nhgd,hld->hgnl", to_sinks, k) * scale
+                sinks = torch.einsum("nhgd,hld->hgnl", q_sink[rows].float().reshape(grouped), k) * scale
                 scores = torch.where(k_pos < spec.sink_tokens, sinks, scores)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)

@@ -138,7 +138,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Tensor
     if n == 1:  # the g query heads of a KV head are g rows that see the same keys
         out = F.scaled_dot_product_attention(q.reshape(1, heads, -1, dim), k[None], v[None], scale=scale)
         return out.view(1, -1, dim)
-    grouped = q.unflatten(1, (heads, -1)).permute(2, 1, 0, 3)  # [g, Hkv, n, D]
+    grouped = q.reshape(n, heads, -1, dim).permute(2, 1, 0, 3)  # [g, Hkv, n, D]
     shared = (grouped.shape[0], -1, -1, -1)
     out = F.scaled_dot_product_attention(
         grouped, k.expand(shared), v.expand(shared), attn_mask=part.mask, is_causal=part.causal, scale=scale
@@ -150,15 +150,16 @@ def _by_hand(
     q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, q_sink: Tensor | None, softcap: float | None
 ) -> Tensor:
     """What SDPA cannot do, in fp32, a tile of queries at a time so that scores stay small."""
-    heads = k.shape[0]
+    heads, _, dim = k.shape
     k, v = k.float(), v.float()
+    group = q.shape[1] // heads
     out = torch.empty_like(q)
     for row in range(0, q.shape[0], TILE):
         tile = slice(row, row + TILE)
-        grouped = q[tile].float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [Hkv, g, n, D]
+        grouped = q[tile].float().reshape(-1, heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, g, n, D]
         scores = grouped @ k.transpose(1, 2)[:, None] * scale  # [Hkv, g, n, L]
         if part.num_sinks and q_sink is not None:
-            to_sinks = q_sink[tile].float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+            to_sinks = q_sink[tile].float().reshape(-1, heads, group, dim).permute(1, 2, 0, 3)
             scores[..., : part.num_sinks] = to_sinks @ k[:, : part.num_sinks].transpose(1, 2)[:, None] * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

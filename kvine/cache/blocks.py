@@ -79,7 +79,7 @@ class BlockPool:
         return node
 
     def writable(self, block: int) -> bool:
-        """Whether a sequence that holds the block may write to it: it is the only holder and nobody else can find it."""
+        """Whether a sequence that holds the block may write to it: it alone holds it and nobody can find it."""
         return self.references[block] == 1 and block not in self.node_of
 
     def check(self) -> None:

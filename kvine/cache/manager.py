@@ -101,7 +101,7 @@ class CacheManager:
         return sum(sum(block != MISSING for block in table) * pool.bytes_per_block for table, pool in held)
 
     def fits_ever(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an otherwise empty cache."""
+        """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an empty cache."""
         needs = [spec.max_live_blocks(num_tokens, chunk) for spec in self.specs]
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
@@ -237,7 +237,7 @@ class CacheManager:
                 self._evict(group, block)
 
     def check(self) -> None:
-        """Asserts the invariants: counts, no orphan, tables that agree with visibility, an index that tells the truth."""
+        """Asserts the invariants: counts, no orphan, tables that agree with visibility, a true index."""
         held: list[dict[int, int]] = [{} for _ in self.pools]
         for group, block in self._pinned_sources:
             held[group][block] = held[group].get(block, 0) + 1

@@ -184,8 +184,8 @@ class Engine:
         needs_room = params.max_tokens != 0
         if context is not None and length + needs_room > context:
             raise ContextLengthError(
-                f"The prompt has {length} tokens and the model's context {context}, which leaves no room for an answer: "
-                "shorten the prompt, or keep a window with in_cache sinks."
+                f"The prompt has {length} tokens and the model's context {context}, which leaves no room for an "
+                "answer: shorten the prompt, or keep a window with in_cache sinks."
             )
         if not self.manager.fits_ever(length, chunk):
             raise ContextLengthError(

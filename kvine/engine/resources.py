@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as its container limits them, not as the host has them."""
+"""What this process may use of the machine: cores and memory as its container limits them, not as the host has them."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroup's CPU quota, at least 1."""
+    """Cores that this process may keep busy: the smaller of its affinity mask and its cgroup's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read(cgroup / "cpu.max").split()  # "200000 100000", or "max 100000"
     if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):

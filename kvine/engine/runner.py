@@ -69,7 +69,9 @@ class Runner:
         """The ragged batch of a step."""
         ids: list[int] = []
         positions: list[int] = []
-        starts, lengths, wanted = [0], [], []
+        starts = [0]
+        lengths: list[int] = []
+        wanted: list[int] = []
         for item in step:
             end = item.start + item.count
             ids += item.request.tokens(item.start, end)

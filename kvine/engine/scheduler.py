@@ -62,7 +62,7 @@ class Scheduler:
         """The next step; every block it writes is reserved. Empty only when nothing waits or runs."""
         step: dict[Request, Scheduled] = {}
         budget = self.config.max_step_tokens
-        # Requests that need one token go first: a long prompt then slows the others' next token, but never withholds it.
+        # Requests that need one token go first: a long prompt may slow the others' next token, never withhold it.
         decoding = [r for r in self.running if r.num_tokens - r.num_computed == 1]
         catching_up = [r for r in self.running if r.num_tokens - r.num_computed > 1]
         preempted = False

@@ -16,7 +16,7 @@ from kvine.sampling.params import SamplingParams
 
 
 class SteppedCache:
-    """One sequence's past in the engine's own cache, lent to the caller. Memory goes back on `close`, or when forgotten.
+    """One sequence's past in the engine's own cache, lent to the caller until `close`, or until it is forgotten.
 
     Args:
         runner: computes.
@@ -109,7 +109,7 @@ class SteppedCache:
         return [p for p in range(len(self)) if table[p // size] != MISSING]
 
     def crop(self, num_tokens: int) -> int:
-        """Forgets what follows the first num_tokens tokens; returns how many are left, fewer where a window lost some."""
+        """Forgets all but the first num_tokens tokens; returns how many are left, fewer where a window lost some."""
         return self._manager.crop(self._sequence, num_tokens)
 
     def fork(self) -> "SteppedCache":
