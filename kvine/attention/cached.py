@@ -68,10 +68,9 @@ class StepAttention:
         for group, (pool, backend) in enumerate(zip(attention.pools, attention.backends, strict=True)):
             self._plans.append(backend.plan(batch, group, pool.spec))
             self._rows.append(pool.row_index(batch.groups[group].slot_mapping))
-            spec = pool.spec
-            moves = spec.sink_rule == "in_cache" and spec.sink_tokens and spec.window is not None
-            past = moves and max(batch.context_len) > spec.sink_tokens + spec.window  # type: ignore[operator]
-            self._moved.append(spec.sink_position(batch.positions) if past else None)
+            limit = pool.spec.sinks_move_from
+            moved = limit is not None and max(batch.context_len) > limit
+            self._moved.append(batch.positions.clamp(max=limit - 1) if limit is not None and moved else None)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends in one layer: q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""

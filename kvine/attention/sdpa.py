@@ -122,7 +122,7 @@ class SdpaBackend:
             if not causal and q_high - q_low > 1:
                 k_pos = torch.cat((torch.arange(apart, device=device), torch.arange(seen, q_high, device=device)))
                 mask = spec.visible(batch.positions[rows, None], k_pos)
-            moved = spec.sink_rule == "in_cache" and spec.window is not None and q_high > sinks + spec.window
+            moved = spec.sinks_move_from is not None and q_high > spec.sinks_move_from
             parts.append(_Part(rows, spans, causal, mask, min(sinks, q_high) if moved else 0))
         return _Request(index, tuple(parts))
 

@@ -51,14 +51,15 @@ class CacheSpec:
         """First position that a query at q_pos sees through its window, sinks aside."""
         return 0 if self.window is None else max(0, q_pos - self.window + 1)
 
-    def sink_position(self, q_pos: Any) -> Any:
-        """Position by which a query at q_pos is rotated to read the sinks; on a tensor of positions.
+    @property
+    def sinks_move_from(self) -> int | None:
+        """First position whose query reads the sinks by another rotation than its own; None if there is none.
 
         Under `in_cache` a query past the window stands at the end of a cache of S + W tokens (arXiv:2309.17453, §3.2).
         """
-        if self.window is None or self.sink_rule == "absolute":
-            return q_pos
-        return q_pos.clamp(max=self.sink_tokens + self.window - 1)
+        if self.window is None or not self.sink_tokens or self.sink_rule == "absolute":
+            return None
+        return self.sink_tokens + self.window
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens fill, the last one perhaps partly."""
