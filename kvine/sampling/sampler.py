@@ -134,9 +134,11 @@ def _device_peaks(logits: Tensor) -> list[tuple[int, float]]:
 def _edited(logits: Tensor, row: SampleRow) -> Tensor:
     """`logits` [V] after bias, penalties and bans, in float64: a finite bias of any size stays finite."""
     edited = logits.double()
-    processors.add_bias(edited, row.params.logit_bias)
+    if row.params.logit_bias:
+        processors.add_bias(edited, row.params.logit_bias)
     processors.add_penalties(edited, row.params, row.prompt_ids, row.output_ids)
-    processors.ban(edited, row.banned_ids)
+    if row.banned_ids:
+        processors.ban(edited, row.banned_ids)
     return edited.clamp_(max=torch.finfo(edited.dtype).max)
 
 
