@@ -1,0 +1,54 @@
+"""A decoder from its weights by role: the one place that knows which part takes which tensor."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvine.models.config import ModelConfig
+from kvine.models.decoder import Decoder, DecoderLayer
+from kvine.models.layers import MLP, Embedding, Linear, RMSNorm
+from kvine.models.matmul import choose_matmul
+
+
+def build_decoder(
+    config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """`weights` holds every role of `required_shapes(config)` on `device`: norms in fp32, the rest in `dtype`."""
+    matmul = choose_matmul(dtype, device)
+
+    def linear(role: str) -> Linear:
+        return Linear(weights[f"{role}.weight"], weights.get(f"{role}.bias"), matmul)
+
+    def norm(role: str) -> RMSNorm:
+        return RMSNorm(weights[f"{role}.weight"], config.norm_eps)
+
+    def optional_norm(role: str) -> RMSNorm | None:
+        return norm(role) if f"{role}.weight" in weights else None
+
+    def layer(prefix: str) -> DecoderLayer:
+        return DecoderLayer(
+            attn_norm=norm(f"{prefix}.attn_norm"),
+            q_proj=linear(f"{prefix}.q"),
+            k_proj=linear(f"{prefix}.k"),
+            v_proj=linear(f"{prefix}.v"),
+            o_proj=linear(f"{prefix}.o"),
+            q_norm=optional_norm(f"{prefix}.q_norm"),
+            k_norm=optional_norm(f"{prefix}.k_norm"),
+            post_attn_norm=optional_norm(f"{prefix}.post_attn_norm"),
+            mlp_norm=norm(f"{prefix}.mlp_norm"),
+            mlp=MLP(linear(f"{prefix}.gate"), linear(f"{prefix}.up"), linear(f"{prefix}.down"), config.activation),
+            post_mlp_norm=optional_norm(f"{prefix}.post_mlp_norm"),
+        )
+
+    embedding = weights["embedding.weight"]
+    scale = None
+    if config.embedding_scale != 1.0:
+        scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
+    return Decoder(
+        config,
+        Embedding(embedding, scale),
+        [layer(f"layers.{index}") for index in range(config.num_layers)],
+        norm("final_norm"),
+        Linear(embedding if config.tie_embeddings else weights["head.weight"], None, matmul),
+    )

@@ -1,0 +1,69 @@
+"""The decoder's parts: plain objects that hold tensors. At one row a torch call costs as much as its arithmetic, so
+each part makes as few of them as it can; nothing here has state that a call changes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvine.models.config import Activation
+from kvine.models.matmul import Matmul
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product with a weight, and a bias where there is one."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    matmul: Matmul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        return self.matmul(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467), in fp32 up to its result.
+
+    `weight` is fp32 and includes the architecture's offset (Gemma's 1).
+    """
+
+    weight: Tensor  # [D], fp32
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Any [..., D] -> the same shape and dtype."""
+        return torch.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of a table, times `scale`: a scalar of the weight's dtype (Gemma rounds it so) or None."""
+
+    weight: Tensor  # [vocab, hidden]
+    scale: Tensor | None
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Token ids [N] -> [N, hidden]."""
+        rows = F.embedding(input_ids, self.weight)
+        return rows if self.scale is None else rows * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """Gated feed-forward layer (arXiv:2002.05202): down(act(gate(x)) * up(x))."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> [N, hidden]."""
+        gate = self.gate(x)  # [N, intermediate]
+        gate = F.silu(gate, inplace=True) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down(gate.mul_(self.up(x)))

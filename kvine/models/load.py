@@ -1,0 +1,216 @@
+"""From a checkpoint on disk to a `LoadedModel`: config, checks of every tensor, then weights. All or nothing."""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvine.errors import ModelLoadError
+from kvine.formats.gguf import GGUFFile
+from kvine.formats.safetensors import SafetensorsFiles
+from kvine.formats.tensor import TensorInfo
+from kvine.models.build import build_decoder
+from kvine.models.config import ModelConfig
+from kvine.models.config_gguf import config_from_gguf
+from kvine.models.config_hf import config_from_hf
+from kvine.models.decoder import Decoder
+from kvine.models.fields import Fields
+from kvine.models.names import check_tensors, gguf_names, hf_names
+from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
+
+if TYPE_CHECKING:
+    from kvine.hub import ModelSource
+
+_ROPE_DIVISORS = "rope_freqs.weight"
+# Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run.
+
+    `dtype` is what weights and activations are in (norm weights are fp32), `dtype_reason` why, in a sentence.
+    `unused_tensors` are stored but have no use in the decoder: an image tower, a stored copy of a tied head, RoPE
+    buffers. `weight_bytes` is what all tensors take, `mapped_bytes` the part of it that shares the checkpoint's pages.
+
+    `fingerprint` is SHA-256 over the config, the files' headers (names, shapes, types, offsets of all tensors, and
+    for GGUF all metadata) and the first, middle and last 256 stored bytes of each tensor: it tells fine-tunes apart
+    without reading the weights. It does not include the compute dtype.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    dtype: torch.dtype
+    device: torch.device
+    dtype_reason: str
+    unused_tensors: tuple[str, ...]
+    fingerprint: bytes
+    weight_bytes: int
+    mapped_bytes: int
+
+
+class TensorFiles(Protocol):
+    """What both formats offer."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...  # noqa: D102
+    def read(self, name: str, dtype: torch.dtype) -> Tensor: ...  # noqa: D102
+    def header_digest(self) -> bytes: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """An opened checkpoint whose tensors have been checked against its config and not yet read."""
+
+    config: ModelConfig
+    files: TensorFiles
+    names: Mapping[str, str]  # role -> stored name
+    unused: tuple[str, ...]
+    is_mapped: bool
+    has_interleaved_heads: bool  # GGUF's llama: rows of q and k lie as llama.cpp rotates them
+
+
+def load_model(source: "ModelSource", *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Load a safetensors folder or a GGUF file.
+
+    `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
+    `choose_dtype` for what auto takes. On a CPU, safetensors weights stored in the chosen dtype are memory-mapped
+    and not copied. Raises ModelLoadError, naming file and tensor or key, for a checkpoint that is damaged, incomplete,
+    contradictory or of an unknown kind, and ConfigError for a device or dtype that this machine does not have.
+    """
+    place = choose_device(device)
+    checkpoint = _open_gguf(source.path) if source.format == "gguf" else _open_safetensors(source.path)
+    tensors = checkpoint.files.tensors
+    stored_bytes: Counter[str] = Counter()
+    for name in checkpoint.names.values():
+        stored_bytes[tensors[name].type] += tensors[name].nbytes
+    compute, reason = choose_dtype(dtype, stored_bytes.most_common(1)[0][0], place)
+    with ThreadPoolExecutor(_READERS) as pool:
+        read = pool.map(lambda role: _read(checkpoint, role, compute, place), checkpoint.names)
+        weights = dict(zip(checkpoint.names, read, strict=True))
+    mapped = [role for role in weights if _is_mapped(checkpoint, role, compute, place)]
+    return LoadedModel(
+        config=checkpoint.config,
+        decoder=build_decoder(checkpoint.config, weights, compute, place),
+        dtype=compute,
+        device=place,
+        dtype_reason=reason,
+        unused_tensors=checkpoint.unused,
+        fingerprint=_fingerprint(checkpoint),
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        mapped_bytes=sum(weights[role].nbytes for role in mapped),
+    )
+
+
+def _open_safetensors(folder: Path) -> _Checkpoint:
+    path = folder / "config.json"
+    values = _read_json(path)
+    generation_path = folder / "generation_config.json"
+    config = config_from_hf(values, str(path))
+    if generation_path.is_file():  # chat models add the end of a turn here
+        extra = Fields(_read_json(generation_path), str(generation_path)).token_ids("eos_token_id")
+        eos = tuple(dict.fromkeys((*config.eos_token_ids, *extra)))
+        config = dataclasses.replace(config, eos_token_ids=eos).check(str(generation_path))
+    files = SafetensorsFiles(folder)
+    names = hf_names(config, files.tensors)
+    unused = check_tensors(config, names, _shapes(files), str(folder))
+    return _Checkpoint(config, files, names, unused, files.mapped, has_interleaved_heads=False)
+
+
+def _open_gguf(path: Path) -> _Checkpoint:
+    files = GGUFFile(path)
+    shapes = _shapes(files)
+    divisors: tuple[float, ...] = ()
+    if _ROPE_DIVISORS in shapes:
+        if len(shapes[_ROPE_DIVISORS]) != 1:
+            raise ModelLoadError(
+                f"{path}: tensor {_ROPE_DIVISORS} has {len(shapes[_ROPE_DIVISORS])} dimensions, not 1."
+            )
+        divisors = tuple(files.read(_ROPE_DIVISORS, torch.float64).tolist())
+    config = config_from_gguf(files.metadata, shapes, str(path), rope_divisors=divisors)
+    names = gguf_names(config)
+    unused = check_tensors(config, names, shapes, str(path))
+    return _Checkpoint(
+        config,
+        files,
+        names,
+        unused=tuple(name for name in unused if name != _ROPE_DIVISORS),
+        is_mapped=True,
+        has_interleaved_heads=files.metadata["general.architecture"] == "llama",
+    )
+
+
+def _shapes(files: TensorFiles) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in files.tensors.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} is missing. Fetch the whole checkpoint, not only its weights.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} is not a JSON object.")
+    return values
+
+
+def _is_norm(role: str) -> bool:
+    return "norm." in role
+
+
+def _is_interleaved(checkpoint: _Checkpoint, role: str) -> bool:
+    return checkpoint.has_interleaved_heads and role.split(".")[-2] in ("q", "k")
+
+
+def _is_mapped(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Does `_read` return the file's own pages?"""
+    changed = _is_interleaved(checkpoint, role) or (_is_norm(role) and checkpoint.config.norm_offset != 0)
+    stored = STORED_DTYPES.get(checkpoint.files.tensors[checkpoint.names[role]].type)
+    wanted = torch.float32 if _is_norm(role) else dtype
+    return checkpoint.is_mapped and device.type == "cpu" and stored == wanted and not changed
+
+
+def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    config = checkpoint.config
+    weight = checkpoint.files.read(checkpoint.names[role], torch.float32 if _is_norm(role) else dtype)
+    if _is_norm(role) and config.norm_offset:
+        weight = weight + config.norm_offset
+    if _is_interleaved(checkpoint, role):
+        is_q = role.split(".")[-2] == "q"
+        weight = _split_halves(weight, config.num_heads if is_q else config.num_kv_heads)
+    return weight.to(device)
+
+
+def _split_halves(rows: Tensor, num_heads: int) -> Tensor:
+    """Undo llama.cpp's order of a head's rows, in which the two of a rotated pair are neighbours.
+
+    `rows` is [heads * D, in] or a bias [heads * D]; afterwards rows i and i + D // 2 of each head are a pair.
+    """
+    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _fingerprint(checkpoint: _Checkpoint) -> bytes:
+    digest = hashlib.sha256(repr(checkpoint.config).encode())
+    digest.update(checkpoint.files.header_digest())
+    by_file: dict[Path, list[TensorInfo]] = {}
+    for info in checkpoint.files.tensors.values():
+        by_file.setdefault(info.path, []).append(info)
+    size = 256
+    for path in sorted(by_file):
+        with path.open("rb") as file:
+            for info in sorted(by_file[path], key=lambda info: info.offset):
+                for start in (0, max(0, info.nbytes // 2 - size // 2), max(0, info.nbytes - size)):
+                    file.seek(info.offset + start)
+                    digest.update(file.read(min(size, info.nbytes - start)))
+    return digest.digest()

@@ -1,0 +1,65 @@
+"""How a product with a weight is computed: chosen once per model, for the dtype and the machine.
+
+Where a CPU has no matrix instructions for a low-precision dtype, torch's product in it reads the weights at full speed
+for a single row but takes time for each row; from a few rows on, fp32 with the weight converted first is faster.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# All layers of SmolLM2-135M, two AVX2 cores, milliseconds (least of 12 runs):
+#   rows                            1    2    4    8   12   16   32
+#   bf16, F.linear                 19   34   58  112  178  187  435
+#   bf16, converted to fp32        41   56   56   71   88   90  106
+#   fp32, F.linear                 57   81   93   76   80   81  131
+#   fp32, weight times rows        58   42   42   71   73   75   93
+_MAX_LOW_PRECISION_ROWS = 4
+_MAX_TRANSPOSED_ROWS = 32
+# A converted output head would take 4 bytes for each of its (up to 168 million) weights: it goes in pieces.
+_MAX_CONVERTED_WEIGHTS = 1 << 23
+
+
+# `x` [N, in] times `weight` [out, in] transposed, plus `bias` [out]: [N, out] in x's dtype.
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def choose_matmul(dtype: torch.dtype, device: torch.device) -> Matmul:
+    """The fastest product for weights of `dtype` on `device`, of those that torch offers."""
+    if device.type != "cpu":
+        return F.linear
+    capabilities = torch.cpu.get_capabilities()
+    if dtype == torch.float32:
+        is_avx2_only = bool(capabilities.get("avx2")) and not capabilities.get("avx512_f")
+        return fp32_small_batches if is_avx2_only else F.linear
+    return F.linear if has_matrix_hardware(dtype) else through_fp32
+
+
+def has_matrix_hardware(dtype: torch.dtype) -> bool:
+    """Does this CPU multiply matrices of bf16 or fp16 natively, and does torch use it?"""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    capabilities = torch.cpu.get_capabilities()
+    native = capabilities.get("avx512_fp16") or capabilities.get("amx_fp16") or capabilities.get("fp16_arith")
+    return bool(native) and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def fp32_small_batches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """fp32; a few rows are multiplied from the weight's side, twice as fast on AVX2."""
+    if not 1 < x.shape[0] <= _MAX_TRANSPOSED_ROWS:
+        return F.linear(x, weight, bias)
+    out = torch.mm(weight, x.T).T.contiguous()
+    return out if bias is None else out.add_(bias)
+
+
+def through_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """bf16 or fp16 without hardware for it: a few rows as they are, more in fp32, the result rounded back."""
+    if x.shape[0] <= _MAX_LOW_PRECISION_ROWS:
+        return F.linear(x, weight, bias)
+    x32 = x.float()
+    rows_at_once = max(1, _MAX_CONVERTED_WEIGHTS // weight.shape[1])
+    parts = [fp32_small_batches(x32, part.float(), None) for part in torch.split(weight, rows_at_once)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)

@@ -1,0 +1,65 @@
+"""Where a model runs and in which number format."""
+
+from collections.abc import Mapping
+
+import torch
+
+from kvine.errors import ConfigError
+from kvine.models.matmul import has_matrix_hardware
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STORED_DTYPES: Mapping[str, torch.dtype] = {  # as both checkpoint formats name them
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one, otherwise cpu; mps only by name. Raises ConfigError for what is not there."""
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if name == "auto":
+        return torch.device("cuda" if available["cuda"] else "cpu")
+    if name not in available:
+        raise ConfigError(f"Device {name!r} is unknown. Choose one of auto, {', '.join(available)}.")
+    if not available[name]:
+        usable = ", ".join(device for device, is_there in available.items() if is_there)
+        raise ConfigError(f"Device {name!r} is not available to torch here. Choose one of auto, {usable}.")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The compute dtype and why, in a sentence. `stored` is the type of most of the checkpoint ("BF16", "Q4_1", ...).
+
+    `auto` keeps fp32 and bf16 checkpoints as they are: on CPUs without bf16 instructions too, where one row takes half
+    of fp32's time and many rows go through fp32. fp16 stays fp16 on a GPU; on a CPU it becomes fp32, which holds all
+    its values, because fp16 arithmetic overflows at 65,504 and few CPUs have it. Block-quantized weights become bf16.
+    Raises ConfigError for an unknown name or a dtype that the device lacks.
+    """
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name != "auto":
+        if name == "bf16" and not has_bf16:
+            raise ConfigError("This GPU has no bf16. Choose dtype auto, fp32 or fp16.")
+        return DTYPES[name], f"{name} as asked{_cpu_note(DTYPES[name], device)}"
+    if stored == "F32":
+        return torch.float32, "fp32 as stored"
+    if stored == "F16" and device.type != "cpu":
+        return torch.float16, "fp16 as stored"
+    if stored == "F16":
+        return torch.float32, "fp32: it holds the stored fp16 exactly, and fp16 arithmetic overflows on a CPU"
+    if not has_bf16:
+        return torch.float32, f"fp32: this GPU has no bf16 for the stored {stored}"
+    source = "as stored" if stored == "BF16" else f"for weights decoded from {stored}"
+    return torch.bfloat16, f"bf16 {source}{_cpu_note(torch.bfloat16, device)}"
+
+
+def _cpu_note(dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cpu" or dtype == torch.float32 or has_matrix_hardware(dtype):
+        return ""
+    return "; this CPU has no instructions for it, so products of more than a few rows are computed in fp32"
