@@ -19,7 +19,8 @@ def encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if values.dtype == dtype:
         return values
-    if dtype == torch.float16:
+    stored = values.to(dtype)
+    if dtype == torch.float16:  # clamped after the conversion: in bf16 the limit itself would round up to 65,536
         limit = torch.finfo(torch.float16).max
-        values = values.clamp(-limit, limit)
-    return values.to(dtype)
+        stored.clamp_(-limit, limit)
+    return stored
