@@ -100,6 +100,8 @@ class KVPool:
         if device.type != "cpu" or not count:
             self._maps.append(None)
             return torch.zeros(shape, dtype=dtype, device=device)
-        mapped = mmap.mmap(-1, count * dtype.itemsize)
+        # Private, for the system keeps the pages of a shared mapping even when no process looks at them any more.
+        private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+        mapped = mmap.mmap(-1, count * dtype.itemsize, **private)
         self._maps.append(mapped)
         return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape)
