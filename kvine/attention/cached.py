@@ -62,7 +62,7 @@ class StepAttention:
         self._attention = attention
         self._plans: list[Any] = []
         self._rows: list[Tensor] = []
-        self._angles: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._moved: list[Tensor | None] = []  # positions by which the sinks are read, where they differ
         self._positions = batch.positions
         for group, (pool, backend) in enumerate(zip(attention.pools, attention.backends, strict=True)):
@@ -92,9 +92,8 @@ class StepAttention:
         )
 
     def _rotation(self, place: AttentionLayer, moved: bool) -> tuple[Tensor, Tensor]:
-        key = (id(place.rope), moved)
+        sinks = self._moved[place.group] if moved else None
+        key = (id(place.rope), None if sinks is None else place.group)  # how far sinks move depends on the window
         if key not in self._angles:
-            sinks = self._moved[place.group]
-            positions = sinks if moved and sinks is not None else self._positions
-            self._angles[key] = place.rope.cos_sin(positions)
+            self._angles[key] = place.rope.cos_sin(self._positions if sinks is None else sinks)
         return self._angles[key]
