@@ -1,0 +1,48 @@
+# Everything happens in .venv, which the first target that needs it sets up. Another Python: make PYTHON=python3.12 ...
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
+
+.DEFAULT_GOAL := demo
+.DELETE_ON_ERROR:
+.PHONY: demo test lint bench proof clean
+
+demo: .venv/base.stamp  ## fetch the default model and ask it something
+	$(BIN)/kvine pull smollm2-135m
+	$(BIN)/kvine generate --chat "What is the capital of France?"
+
+test: .venv/dev.stamp  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+proof: .venv/dev.stamp  ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/dev.stamp  ## style, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev.stamp  ## speed, beside transformers
+	$(BIN)/python benchmarks/beside_transformers.py
+
+clean:  ## what the targets above have made; fetched models stay
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kvine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was installed from, so that a second call installs nothing.
+.venv/python.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "Kvine needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/base.stamp: .venv/python.stamp pyproject.toml constraints.txt
+	@echo "Installing what Kvine needs into .venv; this takes a few minutes the first time."
+	$(PIP_INSTALL) .
+	@touch $@
+
+.venv/dev.stamp: .venv/python.stamp pyproject.toml constraints.txt
+	@echo "Installing what Kvine and its tests need into .venv; this takes a few minutes the first time."
+	$(PIP_INSTALL) ".[dev]"
+	@touch .venv/base.stamp $@
