@@ -1,0 +1,73 @@
+"""`kvine`: the commands together, and how each ends: 0 fine, 1 a failed check, 2 a user's mistake, 130 Ctrl-C.
+
+A command's module loads torch and the model inside the command, so that `kvine --help` answers at once.
+"""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvine import __version__
+from kvine.cli.chat import chat
+from kvine.cli.generate import generate
+from kvine.cli.models import models
+from kvine.cli.pull import pull
+from kvine.cli.terminal import show_error
+from kvine.errors import KvineError
+
+MISTAKE = 2
+BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of `yes | head`
+
+
+class Commands(TyperGroup):
+    """Turns a user's mistake into one sentence and exit code 2; anything else is a bug and shows its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KvineError as error:
+            show_error(error)
+            raise typer.Exit(MISTAKE) from error
+        except BrokenPipeError as error:  # the reader has gone, as `head` does: Python must not try to flush again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from error
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"kvine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run language models on this machine, and see what their KV cache does."""
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(pull)
+app.command()(models)
+
+
+def main() -> None:
+    """Entry point of the `kvine` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a character
+    app()
+
+
+if __name__ == "__main__":
+    main()

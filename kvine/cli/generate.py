@@ -1,0 +1,63 @@
+"""`kvine generate`: continues one prompt; the text goes to stdout as it comes, everything else to stderr."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvine.cli.loading import open_llm
+from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, spread_options
+from kvine.cli.terminal import seconds_since_start, write, write_json
+from kvine.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvine.engine.engine import ModelCall
+
+
+@spread_options
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt as it stands; - reads stdin to its end.")],
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    cache: CacheOptions,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; with --chat.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Show what each model call read, and the cache held.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the text is complete.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary after the text.")] = False,
+) -> None:
+    """Continue a prompt. The text goes to stdout as it comes, all else to stderr."""
+    params = sampling.params()
+    if system is not None and not chat:
+        raise RequestError("--system is part of a conversation: give --chat as well.")
+    text = _read_stdin() if prompt == "-" else prompt
+    llm = open_llm(model, cache)
+    ready_s = seconds_since_start()
+    from kvine.cli import report
+
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    ids = llm.encode_chat([*messages, {"role": "user", "content": text}]) if chat else llm.encode(text)
+    calls: list[ModelCall] = []
+    llm.trace(calls.append if trace else None)
+    running = llm.stream(ids, params, use_cache=not no_cache)
+    if json:
+        outcome = report.generation_json(llm, running.result, ready_s)
+        write_json(outcome | {"trace": report.trace_json(calls)} if trace else outcome)
+        return
+    for piece in running:
+        write(piece)
+    write("\n")
+    if trace:
+        report.show_trace(calls)
+    if (samples := running.result.logprobs) is not None:
+        report.show_logprobs(llm.tokenizer, samples)
+    if not quiet:
+        report.show_summary(llm, running.result, ready_s)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The prompt on stdin is not {error.encoding} text: convert it first.") from None

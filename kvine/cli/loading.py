@@ -1,0 +1,34 @@
+"""From options to a loaded model: what is wrong with the options is said before torch is imported."""
+
+from typing import TYPE_CHECKING
+
+from kvine.cli.options import CacheOptions, ModelOptions
+from kvine.cli.terminal import waiting
+
+if TYPE_CHECKING:
+    from kvine.llm import LLM
+
+
+def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
+    """Fetches the model if need be and loads it; progress is shown on stderr.
+
+    Raises:
+        ConfigError, FetchError, ModelLoadError: with a sentence that says what to do.
+    """
+    cache_config, engine_config = cache.configs()
+    from kvine.cli.progress import FetchProgress
+    from kvine.hub import resolve
+
+    with FetchProgress() as progress:
+        source = resolve(model.model, progress=progress)
+    with waiting(f"loading {source.name}"):
+        from kvine.llm import LLM
+
+        return LLM(
+            source,
+            device=model.device,
+            dtype=model.dtype,
+            cache=cache_config,
+            engine=engine_config,
+            threads=model.threads,
+        )

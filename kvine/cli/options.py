@@ -1,0 +1,198 @@
+"""The options that commands share, in groups: a command names a group as one parameter and gets it filled in.
+
+Ranges are not repeated here: `SamplingParams`, `CacheConfig` and `EngineConfig` check what they are given.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvine.config import CacheConfig, EngineConfig
+from kvine.errors import RequestError
+from kvine.sampling.params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"  # the hub's own; importing the hub would slow down --help
+
+
+def spread_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of its groups: a parameter whose type is a dataclass becomes an option per field.
+
+    Typer reads the signature and the annotations that this sets.
+    """
+    groups: dict[str, type] = {}
+    parameters: list[Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            groups[parameter.name] = kind
+            parameters += _options_of(kind)
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+
+    @wraps(command)
+    def spread(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        command(**values)
+
+    spread.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread
+
+
+def _options_of(group: type) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            f.name,
+            Parameter.KEYWORD_ONLY,
+            default=f.default if f.default_factory is MISSING else f.default_factory(),
+            annotation=hints[f.name],
+        )
+        for f in fields(group)
+    ]
+
+
+def _model(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Model")
+
+
+def _sampling(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Sampling", **more)
+
+
+def _cache(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Cache", show_default=True)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and where it runs."""
+
+    model: Annotated[
+        str, _model("An alias, a Hugging Face hub id, a checkpoint folder or a .gguf file.", "--model", "-m")
+    ] = DEFAULT_MODEL
+    device: Annotated[str, _model("auto, cpu, cuda or mps.")] = "auto"
+    dtype: Annotated[str, _model("auto, fp32, bf16 or fp16.")] = "auto"
+    threads: Annotated[int | None, _model("CPU threads; by default as many cores as the process may use.")] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How many tokens to generate, and how to choose each."""
+
+    max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 256
+    min_tokens: Annotated[int, _sampling("No end of text before this many tokens.")] = SamplingParams.min_tokens
+    temperature: Annotated[float, _sampling("0 takes the most likely token.")] = SamplingParams.temperature
+    top_k: Annotated[int, _sampling("Keep the k most likely tokens; 0: all.")] = SamplingParams.top_k
+    top_p: Annotated[float, _sampling("Keep the most likely tokens up to this probability.")] = SamplingParams.top_p
+    min_p: Annotated[float, _sampling("Keep tokens this times as likely as the first.")] = SamplingParams.min_p
+    repetition_penalty: Annotated[float, _sampling("Divides the logits of tokens in prompt and output.")] = (
+        SamplingParams.repetition_penalty
+    )
+    presence_penalty: Annotated[float, _sampling("Subtracted from tokens in the output.")] = (
+        SamplingParams.presence_penalty
+    )
+    frequency_penalty: Annotated[float, _sampling("Subtracted for each time a token is in the output.")] = (
+        SamplingParams.frequency_penalty
+    )
+    penalty_window: Annotated[int | None, _sampling("Penalties look at the last n tokens only.")] = (
+        SamplingParams.penalty_window
+    )
+    logit_bias: Annotated[
+        list[str], _sampling("Added to the logit of a token id; -inf bans it. Repeatable.", metavar="ID=BIAS")
+    ] = field(default_factory=list)
+    seed: Annotated[int | None, _sampling("Draw the same tokens each time.")] = SamplingParams.seed
+    logprobs: Annotated[
+        int | None, _sampling("Show each token's log-probability and those of the n most likely.", metavar="N")
+    ] = SamplingParams.logprobs
+    stop: Annotated[list[str], _sampling("End the text before this string. Repeatable.", metavar="TEXT")] = field(
+        default_factory=list
+    )
+    stop_token_id: Annotated[list[int], _sampling("End the text at this token id. Repeatable.", metavar="ID")] = field(
+        default_factory=list
+    )
+    ignore_eos: Annotated[bool, _sampling("Go on past the model's end of text.", "--ignore-eos")] = False
+
+    def params(self) -> SamplingParams:
+        """What the sampler takes. Raises RequestError for a value that is out of range."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            penalty_window=self.penalty_window,
+            logit_bias=parse_logit_bias(self.logit_bias),
+            seed=self.seed,
+            logprobs=self.logprobs,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_id),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How the past is kept, and how it is computed."""
+
+    kv_memory: Annotated[
+        str | None, _cache("Budget for K and V, such as 512MiB; by default part of the free memory.")
+    ] = None
+    kv_dtype: Annotated[str, _cache("What K and V are stored as: exact, fp32, fp16 or bf16.")] = CacheConfig.kv_dtype
+    block_size: Annotated[int, _cache("Tokens in a block.")] = CacheConfig.block_size
+    window: Annotated[int | None, _cache("See the last n tokens only.")] = CacheConfig.window
+    sinks: Annotated[int, _cache("First tokens that stay visible past the window.")] = CacheConfig.sink_tokens
+    sink_rule: Annotated[str, _cache("absolute, or in_cache to go on past the model's context.")] = (
+        CacheConfig.sink_rule
+    )
+    no_prefix_caching: Annotated[
+        bool, _cache("Keep nothing for later requests that begin alike.", "--no-prefix-caching")
+    ] = False
+    max_step_tokens: Annotated[int, _cache("Tokens in one model call; longer prompts are read in chunks.")] = (
+        EngineConfig.max_step_tokens
+    )
+    backend: Annotated[str, _cache("Attention backend: auto, sdpa or reference.")] = EngineConfig.backend
+
+    def configs(self) -> tuple[CacheConfig, EngineConfig]:
+        """What `LLM` takes. Raises ConfigError for a value that cannot work."""
+        cache = CacheConfig(
+            block_size=self.block_size,
+            kv_memory=self.kv_memory,
+            kv_dtype=self.kv_dtype,
+            window=self.window,
+            sink_tokens=self.sinks,
+            sink_rule=self.sink_rule,  # type: ignore[arg-type]  # checked there
+            prefix_caching=not self.no_prefix_caching,
+        )
+        return cache, EngineConfig(max_step_tokens=self.max_step_tokens, backend=self.backend)
+
+
+def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
+    """Reads `ID=BIAS` pairs; whether the numbers are allowed is for `SamplingParams` to say.
+
+    Raises:
+        RequestError: for what is no such pair, or an id given twice.
+    """
+    bias: dict[int, float] = {}
+    for pair in pairs:
+        left, _, right = pair.partition("=")
+        try:
+            token_id, amount = int(left), float(right)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias {pair!r} is not ID=BIAS: write a pair such as 42=-5 or 42=-inf."
+            ) from None
+        if token_id in bias:
+            raise RequestError(f"--logit-bias names token {token_id} twice: give each token id once.")
+        bias[token_id] = amount
+    return bias

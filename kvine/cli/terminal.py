@@ -1,0 +1,90 @@
+"""What commands say beside their output: notes, errors and tables on stderr, so that stdout holds the output only."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PIPED_WIDTH = 120
+
+
+def stderr_console() -> "Console":
+    """A console on stderr; where that is no terminal, wide enough for every table."""
+    from rich.console import Console
+
+    return Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def note(text: str, *, style: str = "dim") -> None:
+    """One line on stderr, never wrapped and taken as it stands."""
+    stderr_console().print(text, style=style, markup=False, soft_wrap=True)
+
+
+def show(renderable: "RenderableType") -> None:
+    """A table or the like on stderr."""
+    stderr_console().print(renderable)
+
+
+def show_output(*renderables: "RenderableType") -> None:
+    """Tables that are a command's own output, on stdout."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def show_error(error: Exception) -> None:
+    """A user's mistake, in its own words."""
+    note(f"Error: {error}", style="red")
+
+
+def write(text: str) -> None:
+    """Text of the model on stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    """One JSON object on stdout; strict, without NaN."""
+    write(json.dumps(value, allow_nan=False) + "\n")
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Shows that something takes a while, on a terminal only."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes in binary units, such as `84.4 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process was started, its interpreter's own start included."""
+    if sys.platform == "linux":  # psutil counts from a boot time in whole seconds there
+        start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5), in ticks
+        elapsed = time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK")
+    else:
+        import psutil
+
+        elapsed = time.time() - psutil.Process().create_time()
+    return elapsed
