@@ -16,7 +16,7 @@ from kvine.engine.request import Event, FinishReason
 from kvine.engine.resources import usable_cores
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
-from kvine.errors import RequestError
+from kvine.errors import ConfigError, RequestError
 from kvine.hub import ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
@@ -81,6 +81,7 @@ class TextGeneration(Iterator[str]):
         self._text = TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens)
         self._samples: list[Sample] = []
         self._last: Event | None = None
+        self._cancelled = False
         self._began = time.perf_counter()
         self._first = self._latest = self._began
         self._cached_tokens = 0
@@ -88,11 +89,15 @@ class TextGeneration(Iterator[str]):
 
     def __next__(self) -> str:
         while self._last is None:
+            if self._cancelled:
+                self.close()
+                break
             self._llm._pump(self._engine)
             if piece := self._text.take():
                 return piece
         if piece := self._text.finish():
             return piece
+        assert self._last is not None
         if self._last.error is not None:
             raise self._last.error
         raise StopIteration
@@ -127,6 +132,12 @@ class TextGeneration(Iterator[str]):
         if self._last is None:
             self._engine.abort(self.request_id)
             self._llm._drain(self._engine)
+        if self._last is None:  # Ctrl-C in a model call has dropped it, so no event is coming
+            self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
+
+    def cancel(self) -> None:
+        """Has the request end before its next model call. For a signal handler, which must not `close` in mid-step."""
+        self._cancelled = True
 
     def receive(self, event: Event) -> None:
         """Takes what a step has brought for this request."""
@@ -165,6 +176,8 @@ class LLM:
         engine: EngineConfig | None = None,
         threads: int | None = None,
     ) -> None:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"At least 1 thread must run; threads is {threads}.")
         torch.set_num_threads(threads or usable_cores())
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
