@@ -274,7 +274,7 @@ def _pull_snapshot(name: str, progress: Progress) -> ModelSource:
 
 
 def _hub_error(name: str, error: Exception) -> FetchError:
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
     match error:
         case GatedRepoError():
@@ -286,7 +286,7 @@ def _hub_error(name: str, error: Exception) -> FetchError:
                 f"{name} is neither on this disk nor on the Hugging Face Hub (or it is private: `hf auth login`). "
                 f"Check its spelling, or give an alias: {', '.join(ALIASES)}."
             )
-        case EntryNotFoundError():
+        case RemoteEntryNotFoundError():
             return FetchError(
                 f"{name} on the Hugging Face Hub has no config.json, so it is no checkpoint that Kvine can load by id. "
                 "If it holds .gguf files, download one and give its path."
