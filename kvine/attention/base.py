@@ -15,7 +15,7 @@ class GroupBatch:
     """What a step reads and writes in one layer group.
 
     Attributes:
-        block_tables: for each request its blocks by position, `manager.MISSING` where one was let go.
+        block_tables: for each request its blocks by position, `sequence.MISSING` where one was let go.
         slot_mapping: [N] slots that the step's tokens are written to.
     """
 

@@ -70,11 +70,16 @@ class BlockPool:
         node.blocks[group] = block
         self.node_of[block] = node
 
+    def withdraw(self, block: int, group: int) -> Node:
+        """Lets nobody find a published block any more; returns the node that has lost it, for the caller to prune."""
+        node = self.node_of.pop(block)
+        node.blocks[group] = None
+        return node
+
     def evict(self, block: int, group: int) -> Node:
         """Frees a cached block; returns the node that has lost it, for the caller to prune."""
         del self.cached[block]
-        node = self.node_of.pop(block)
-        node.blocks[group] = None
+        node = self.withdraw(block, group)
         self._free(block)
         return node
 

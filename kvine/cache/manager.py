@@ -4,14 +4,16 @@ All-or-nothing: an operation that cannot be done in whole changes nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvine.cache.blocks import BlockPool
 from kvine.cache.hashing import HashFunction, digest
+from kvine.cache.invariants import check_index, check_references, check_sequence
 from kvine.cache.prefix import Node, PrefixIndex, common_prefix
+from kvine.cache.sequence import MISSING, CachedSequence
 from kvine.cache.spec import CacheSpec
 
-MISSING = -1  # entry of a block table for a block that no later query can see
+__all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
 
 
 @dataclass(frozen=True)
@@ -22,26 +24,6 @@ class BlockCopy:
     source: int
     target: int
     num_tokens: int
-
-
-@dataclass(eq=False)
-class CachedSequence:
-    """One sequence's hold on the cache.
-
-    Attributes:
-        tokens: the accepted tokens whose K and V are held or were let go as invisible.
-        tables: for each group its blocks in order of position; `MISSING` where one was let go.
-        path: the nodes that spell the published part of `tokens`, root first, so path[i + 1] spells block i.
-    """
-
-    tokens: list[int]
-    tables: list[list[int]]
-    path: list[Node] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Accepted tokens."""
-        return len(self.tokens)
 
 
 class CacheManager:
@@ -97,8 +79,7 @@ class CacheManager:
 
     def bytes_held(self, sequence: CachedSequence) -> int:
         """Bytes of K and V in the blocks of one sequence."""
-        held = zip(sequence.tables, self.pools, strict=True)
-        return sum(sum(block != MISSING for block in table) * pool.bytes_per_block for table, pool in held)
+        return sum(len(sequence.held(group)) * pool.bytes_per_block for group, pool in enumerate(self.pools))
 
     def fits_ever(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an empty cache."""
@@ -110,8 +91,8 @@ class CacheManager:
     def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
         """Whether `sequence` could grow to num_tokens tokens with what is free or cached now."""
         needs = [
-            max(0, spec.max_live_blocks(num_tokens, chunk) - sum(block != MISSING for block in table))
-            for spec, table in zip(self.specs, sequence.tables, strict=True)
+            max(0, spec.max_live_blocks(num_tokens, chunk) - len(sequence.held(group)))
+            for group, spec in enumerate(self.specs)
         ]
         return self._room_for(needs)
 
@@ -133,21 +114,27 @@ class CacheManager:
     def reserve(self, sequence: CachedSequence, num_new: int) -> bool:
         """Makes room to write num_new tokens after the accepted ones; false, and nothing changed, if there is none.
 
-        A last block that others share or can find is first replaced by a copy (copy on write); `take_copies` lists it.
+        A last block that others share or could find is first replaced by a copy (copy on write); `take_copies` lists
+        it.
         """
         end = self.specs[0].num_blocks(sequence.num_tokens + num_new)
         last = sequence.num_tokens // self.block_size
-        shared = [
-            last < len(table) and table[last] != MISSING and not pool.writable(table[last])
-            for table, pool in zip(sequence.tables, self.pools, strict=True)
+        more = max(0, end - len(sequence.tables[0]))
+        begun = [
+            (pool, table[last]) for pool, table in zip(self.pools, sequence.tables, strict=True) if last < len(table)
         ]
-        needs = [max(0, end - len(table)) + s for table, s in zip(sequence.tables, shared, strict=True)]
-        if not self._room_for(needs):
-            return False
+        copied = [not pool.writable(block) for pool, block in begun] or [False] * len(self.pools)
+        if not self._room_for([more + copy for copy in copied]):
+            # Where there is no room for a copy, a block that is only found through the index is taken out of it.
+            copied = [pool.references[block] > 1 for pool, block in begun] or copied
+            if not self._room_for([more + copy for copy in copied]):
+                return False
         for group, table in enumerate(sequence.tables):
-            if shared[group]:
+            if copied[group]:
                 self._copy_on_write(group, table, last, sequence.num_tokens % self.block_size)
-            table.extend(self._take(group) for _ in range(end - len(table)))
+            elif begun:
+                self._withdraw(group, table[last])
+            table.extend(self._take(group) for _ in range(more))
         return True
 
     def commit(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
@@ -169,13 +156,16 @@ class CacheManager:
                 table[block] = MISSING
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A second sequence with the same past; blocks are shared until one of the two writes."""
-        twin = CachedSequence(list(sequence.tokens), [list(table) for table in sequence.tables], list(sequence.path))
+        """A second sequence with the same past; blocks are shared until one of the two writes.
+
+        Room that was reserved and not committed stays with the first, which reserves anew before it writes.
+        """
+        end = self.specs[0].num_blocks(sequence.num_tokens)
+        twin = CachedSequence(list(sequence.tokens), [table[:end] for table in sequence.tables], list(sequence.path))
         twin.path[-1].pins += 1
-        for pool, table in zip(self.pools, twin.tables, strict=True):
-            for block in table:
-                if block != MISSING:
-                    pool.acquire(block)
+        for group, pool in enumerate(self.pools):
+            for block in twin.held(group):
+                pool.acquire(block)
         self._sequences.add(twin)
         return twin
 
@@ -185,35 +175,37 @@ class CacheManager:
         Fewer are left where a window has already let go of blocks that the cut end would see; the caller recomputes
         the difference. Room reserved and not committed is given up too.
         """
-        num_tokens = min(max(num_tokens, 0), sequence.num_tokens)
 
         def find(group: int, block: int) -> int | None:
             own = sequence.tables[group][block]
             return own if own != MISSING else self._published(sequence.path, group, block)
 
-        kept = self._restorable(num_tokens, lambda group, block: find(group, block) is not None)
+        kept = min(max(num_tokens, 0), sequence.num_tokens)
+        while (gap := self._first_missing(kept, lambda group, block: find(group, block) is not None)) is not None:
+            kept = gap * self.block_size
         end = self.specs[0].num_blocks(kept)
         for group, spec in enumerate(self.specs):
             table = sequence.tables[group]
-            live = set(spec.live_blocks(kept))
-            for block in range(end):
-                if block in live and table[block] == MISSING:
+            for block in spec.live_blocks(kept):
+                if table[block] == MISSING:
                     found = find(group, block)
                     assert found is not None
                     self.pools[group].acquire(found)
                     table[block] = found
-            self._release_tail(group, table, end)
+        self._release_from(sequence, end)
         del sequence.tokens[kept:]
         self._cut_path(sequence, kept // self.block_size + 1)
         return kept
 
     def release(self, sequence: CachedSequence, *, keep_tail: bool = True) -> None:
         """Ends a sequence. What it published stays cached; its unfinished last block too, if keep_tail."""
-        if self.prefix_caching and keep_tail:
-            self._publish_tail(sequence)
+        if self.prefix_caching:
+            for block, node in enumerate(sequence.path[1:]):
+                self._publish(sequence, node, block)  # stands in for another's equal block that was evicted meanwhile
+            if keep_tail:
+                self._publish_tail(sequence)
         self._sequences.remove(sequence)
-        for group, table in enumerate(sequence.tables):
-            self._release_tail(group, table, 0)
+        self._release_from(sequence, 0)
         self._cut_path(sequence, 0)
 
     def take_copies(self) -> list[BlockCopy]:
@@ -238,26 +230,10 @@ class CacheManager:
 
     def check(self) -> None:
         """Asserts the invariants: counts, no orphan, tables that agree with visibility, a true index."""
-        held: list[dict[int, int]] = [{} for _ in self.pools]
-        for group, block in self._pinned_sources:
-            held[group][block] = held[group].get(block, 0) + 1
+        check_references(self.pools, self._sequences, self._pinned_sources)
+        check_index(self.pools, self.index, self._sequences)
         for sequence in self._sequences:
-            self._check_sequence(sequence)
-            for group, table in enumerate(sequence.tables):
-                for block in table:
-                    if block != MISSING:
-                        held[group][block] = held[group].get(block, 0) + 1
-        for group, pool in enumerate(self.pools):
-            pool.check()
-            assert held[group] == pool.references, "reference counts differ from what sequences hold"
-            for block, node in pool.node_of.items():
-                assert node.blocks[group] == block, "a published block is not its node's"
-        reachable = self.index.nodes()
-        assert len({id(node) for node in reachable}) == len(reachable), "a node is indexed twice"
-        for node in reachable:
-            assert node.pins or node.children or any(b is not None for b in node.blocks), "a node holds nothing"
-            for group, found in enumerate(node.blocks):
-                assert found is None or self.pools[group].node_of[found] is node, "a node names a block that is not its"
+            check_sequence(sequence, self.specs)
         assert sum(pool.bytes_used for pool in self.pools) <= self.budget, "the budget is exceeded"
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -282,15 +258,22 @@ class CacheManager:
         self.index.prune(self.pools[group].evict(block, group))
         self.num_evictions += 1
 
+    def _withdraw(self, group: int, block: int) -> None:
+        if block in self.pools[group].node_of:
+            self.index.prune(self.pools[group].withdraw(block, group))
+
     def _release_block(self, group: int, block: int) -> None:
         self._clock += 1
         self.pools[group].release(block, self._clock)
 
-    def _release_tail(self, group: int, table: list[int], start: int) -> None:
-        for block in reversed(table[start:]):  # tails are older than heads, so they are evicted first
-            if block != MISSING:
-                self._release_block(group, block)
-        del table[start:]
+    def _release_from(self, sequence: CachedSequence, start: int) -> None:
+        """Lets go of blocks from `start` on, the last of every group first: tails are evicted before heads."""
+        for position in reversed(range(start, len(sequence.tables[0]))):
+            for group, table in enumerate(sequence.tables):
+                if table[position] != MISSING:
+                    self._release_block(group, table[position])
+        for table in sequence.tables:
+            del table[start:]
 
     def _copy_on_write(self, group: int, table: list[int], last: int, num_tokens: int) -> None:
         source = table[last]
@@ -302,19 +285,22 @@ class CacheManager:
             self._release_block(group, source)
 
     def _attach(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
-        size = self.block_size
-        node = sequence.path[0]
-        matched: list[Node] = []
-        while (len(matched) + 1) * size <= len(tokens):
-            child = self.index.child(node, tuple(tokens[len(matched) * size : (len(matched) + 1) * size]))
+        size, root = self.block_size, sequence.path[0]
+        nodes: list[Node] = []
+        while (len(nodes) + 1) * size <= len(tokens):
+            here = tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size])
+            child = self.index.child(nodes[-1] if nodes else root, here)
             if child is None:
                 break
-            matched.append(child)
-            node = child
-        partial, shared = self.index.longest_overlap(node, tokens[len(matched) * size : (len(matched) + 1) * size])
-        nodes = [*matched, partial] if partial is not None else matched
-        limit = min(len(matched) * size + shared, len(tokens) - 1)
-        length = self._restorable(limit, lambda group, block: nodes[block].blocks[group] is not None)
+            nodes.append(child)
+        limit = len(tokens) - 1
+        gap: int | None = len(nodes)  # the first block that is not held in whole; another may begin as it does
+        while gap is not None:
+            begin = tokens[gap * size : min((gap + 1) * size, limit)]
+            partial, shared = self.index.longest_overlap(nodes[gap - 1] if gap else root, begin)
+            nodes[gap:] = [] if partial is None else [partial]
+            length = min(gap * size + shared, limit)
+            gap = self._first_missing(length, lambda group, block: nodes[block].blocks[group] is not None)
         for group, spec in enumerate(self.specs):
             live = set(spec.live_blocks(length))
             for block in range(spec.num_blocks(length)):
@@ -323,24 +309,15 @@ class CacheManager:
                     self.pools[group].acquire(found)
                 sequence.tables[group].append(MISSING if found is None else found)
         sequence.tokens = list(tokens[:length])
-        self._extend_path(sequence, matched[: length // size])
+        self._extend_path(sequence, nodes[: length // size])
 
-    def _restorable(self, length: int, held: Callable[[int, int], bool]) -> int:
-        """Largest length, at most the given one, at which every block that a later query can see is held.
+    def _first_missing(self, length: int, held: Callable[[int, int], bool]) -> int | None:
+        """The first block that some query at `length` or later sees and some group does not hold.
 
-        A missing block that is seen at some length is seen at every shorter one down to its own start, so each round
-        cuts to the first such block's start.
+        It is seen at every shorter length too, down to its own start: nothing in between can be restored.
         """
-        while True:
-            missing = [
-                block
-                for group, spec in enumerate(self.specs)
-                for block in spec.live_blocks(length)
-                if not held(group, block)
-            ]
-            if not missing:
-                return length
-            length = min(missing) * self.block_size
+        groups = enumerate(self.specs)
+        return min((b for g, spec in groups for b in spec.live_blocks(length) if not held(g, b)), default=None)
 
     def _published(self, path: Sequence[Node], group: int, block: int) -> int | None:
         return path[block + 1].blocks[group] if block + 1 < len(path) else None
@@ -398,16 +375,3 @@ class CacheManager:
                 sequence.path[-1].pins += 1
             last.pins -= 1
             self.index.prune(last)
-
-    def _check_sequence(self, sequence: CachedSequence) -> None:
-        needed = self.specs[0].num_blocks(sequence.num_tokens)
-        for spec, table in zip(self.specs, sequence.tables, strict=True):
-            assert len(table) >= needed, "a table is shorter than its tokens"
-            for block in spec.live_blocks(sequence.num_tokens):
-                assert table[block] != MISSING, "a visible block was let go"
-            own = [block for block in table if block != MISSING]
-            assert len(own) == len(set(own)), "a sequence holds a block twice"
-        assert len(sequence.path) <= sequence.num_tokens // self.block_size + 1, "the path is longer than the tokens"
-        for block, node in enumerate(sequence.path[1:]):
-            expected = tuple(sequence.tokens[block * self.block_size : (block + 1) * self.block_size])
-            assert node.tokens == expected and node.parent is sequence.path[block], "the path spells other tokens"

@@ -82,9 +82,9 @@ class CacheSpec:
         total = self.num_blocks(num_tokens)
         if self.window is None:
             return total
-        # The span a step reads or writes: the window before its first token, and the step itself; it may start
-        # anywhere in a block, hence one block more.
-        span = self.num_blocks(self.window - 1 + min(chunk, num_tokens)) + 1
+        # A step reads or writes the window before its first token and its own tokens. The first of these positions may
+        # lie at the end of a block.
+        span = 1 + self.num_blocks(self.window - 2 + min(chunk, num_tokens))
         return min(total, self.num_blocks(self.sink_tokens) + span)
 
     def bytes_per_block(self, dtype: str) -> int:

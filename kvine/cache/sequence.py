@@ -1,0 +1,31 @@
+"""What one sequence holds of the cache: its accepted tokens, its block tables, its place in the prefix index."""
+
+from dataclasses import dataclass, field
+
+from kvine.cache.prefix import Node
+
+MISSING = -1  # entry of a block table for a block that no later query can see
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """One sequence's hold on the cache.
+
+    Attributes:
+        tokens: the accepted tokens whose K and V are held or were let go as invisible.
+        tables: for each group its blocks in order of position; `MISSING` where one was let go.
+        path: the nodes that spell the published part of `tokens`, root first, so path[i + 1] spells block i.
+    """
+
+    tokens: list[int]
+    tables: list[list[int]]
+    path: list[Node] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Accepted tokens."""
+        return len(self.tokens)
+
+    def held(self, group: int) -> list[int]:
+        """The blocks of a group that were not let go, in order of position."""
+        return [block for block in self.tables[group] if block != MISSING]
