@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvine.attention.base import Batch
-from kvine.cache.manager import MISSING
 from kvine.cache.pool import LayerKV
+from kvine.cache.sequence import MISSING
 from kvine.cache.spec import CacheSpec
 
 
@@ -55,6 +55,7 @@ class ReferenceBackend:
             k_pos = torch.arange(length, device=q.device)
             visible = spec.visible(batch.positions[rows, None], k_pos)  # [n, L]
             assert not (visible & ~held[k_pos // spec.block_size]).any(), "a visible block was let go"
+            v = v.masked_fill(~visible.any(0)[:, None], 0)  # of another request perhaps, and 0 × NaN is NaN
 
             grouped = (-1, spec.num_kv_heads, q.shape[1] // spec.num_kv_heads, spec.head_dim)  # [n, Hkv, g, D]
             queries = q[rows].float().reshape(grouped)
