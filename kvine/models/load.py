@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
-_READERS = 4
+_READERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
