@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +16,9 @@ def two_threads() -> None:
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., tuple[Any, Path]]:
-    """`tiny_model`, each checkpoint made once: do not write into its folder, nor change the model."""
+    """`tiny_model`, each checkpoint made once: do not change the model, nor its files."""
+    from checkpoints import tiny_model  # imports transformers, which takes seconds
+
     made: dict[str, tuple[Any, Path]] = {}
 
     def make(arch: str, **overrides: Any) -> tuple[Any, Path]:

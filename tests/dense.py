@@ -1,4 +1,4 @@
-"""Attention written out, with a mask from each layer's window: what tests hand to a decoder that should have no cache."""
+"""Attention written out, masked by each layer's window: for decoders that should have no cache."""
 
 import torch
 from torch import Tensor
