@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from kvine.errors import ModelLoadError
 from kvine.formats.gguf import GGUFFile
 from kvine.formats.safetensors import SafetensorsFiles
 from kvine.formats.tensor import TensorInfo
+from kvine.hub import ModelSource
 from kvine.models.build import build_decoder
 from kvine.models.config import ModelConfig
 from kvine.models.config_gguf import config_from_gguf
@@ -26,9 +27,6 @@ from kvine.models.decoder import Decoder
 from kvine.models.fields import Fields
 from kvine.models.names import check_tensors, gguf_names, hf_names
 from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
-
-if TYPE_CHECKING:
-    from kvine.hub import ModelSource
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
@@ -80,7 +78,7 @@ class _Checkpoint:
     has_interleaved_heads: bool  # GGUF's llama: rows of q and k lie as llama.cpp rotates them
 
 
-def load_model(source: "ModelSource", *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(source: ModelSource, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Load a safetensors folder or a GGUF file.
 
     `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
