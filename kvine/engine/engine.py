@@ -1,6 +1,7 @@
 """The engine: requests in, events out, one step at a time. Synchronous and deterministic; token ids only."""
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class Engine:
             RequestError: for an empty prompt or an id that the model does not know.
             ContextLengthError: for a prompt that the model's context or the cache can never hold.
         """
+        prompt_ids = self._checked(prompt_ids)
         limit, detail = self._limit(prompt_ids, params)
         request = Request(
             next(self._ids),
@@ -157,29 +159,39 @@ class Engine:
         if not step:
             return events + self._refuse_waiting()
         began = time.perf_counter()
+        sampled = [item.request for item in step if item.samples]
         try:
             logits = self.parts.runner.run(step)
+            outcomes = self.parts.sampler.sample(logits, [sample_row(r, self.parts.eos_ids) for r in sampled])
         except Exception as error:
             return events + self._fail(step, error)
-        except BaseException:  # Ctrl-C: what the step wrote is not to be trusted
+        except BaseException:  # Ctrl-C: what the step wrote is not to be trusted, and its requests must hear of it
             self._drop(step)
+            self._pending = events + [Event(item.request.id, finish_reason="abort") for item in step]
             raise
+        broken = {r for r, outcome in zip(sampled, outcomes, strict=True) if isinstance(outcome, StepError)}
         for item in step:
             assert item.request.sequence is not None
-            self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
-        sampled = [item.request for item in step if item.samples]
-        outcomes = self.parts.sampler.sample(logits, [sample_row(r, self.parts.eos_ids) for r in sampled])
+            if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
+                self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
         self._report(step, began)
         return events + [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
+        try:
+            ids = [operator.index(token) for token in prompt_ids]  # also takes numpy's integers
+        except TypeError:
+            raise RequestError("A prompt is a list of token ids, and these are whole numbers.") from None
+        if not ids:
+            raise RequestError("The prompt has no tokens: give at least one, this tokenizer adds none of its own.")
+        if not all(0 <= token < self.parts.vocab_size for token in ids):
+            raise RequestError(f"A prompt may hold token ids from 0 to {self.parts.vocab_size - 1} only.")
+        return ids
+
     def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
         length, chunk = len(prompt_ids), self.config.max_step_tokens
-        if not length:
-            raise RequestError("The prompt has no tokens: give at least one, this tokenizer adds none of its own.")
-        if not all(0 <= token < self.parts.vocab_size for token in prompt_ids):
-            raise RequestError(f"A prompt may hold token ids from 0 to {self.parts.vocab_size - 1} only.")
         context = self.parts.max_context
         needs_room = params.max_tokens != 0
         if context is not None and length + needs_room > context:
@@ -208,7 +220,7 @@ class Engine:
     def _take(self, request: Request, outcome: Sample | KvineError) -> Event:
         """Appends a sampled token, or ends the request with what went wrong."""
         if isinstance(outcome, KvineError):
-            self._end(request)
+            self._end(request, keep=not isinstance(outcome, StepError))
             return Event(request.id, finish_reason="error", error=outcome)
         token = outcome.token_id
         request.output_ids.append(token)
@@ -238,14 +250,15 @@ class Engine:
         return [Event(item.request.id, finish_reason="error", error=wrapped) for item in step]
 
     def _refuse_waiting(self) -> list[Event]:
-        """Ends requests that no step can serve: what is free is held by sequences outside the engine."""
+        """Ends the first request, which no step can serve: what it needs is held by sequences outside the engine."""
         error = StepError(
             "The cache's memory is held by caches that are stepped by hand: close those, or raise kv_memory."
         )
-        waiting = list(self._requests.values())
-        for request in waiting:
-            self._end(request)
-        return [Event(request.id, finish_reason="error", error=error) for request in waiting]
+        if not self.scheduler.waiting:
+            return []
+        request = self.scheduler.waiting[0]
+        self._end(request)
+        return [Event(request.id, finish_reason="error", error=error)]
 
     def _report(self, step: Sequence[Scheduled], began: float) -> None:
         number = next(self._calls)
