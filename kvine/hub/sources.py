@@ -48,7 +48,7 @@ class CachedModel:
 def kvine_home() -> Path:
     """The cache folder: $KVINE_HOME, or kvine in the user's cache folder (XDG)."""
     if home := os.environ.get("KVINE_HOME"):
-        return Path(home).expanduser()
+        return Path(home).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvine"
 

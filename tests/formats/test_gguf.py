@@ -290,7 +290,7 @@ attempt()
 used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + 256 * 2**20,) * 2)
 random.seed(8)
-refused, start = 0, time.perf_counter()
+refused, start = 0, time.process_time()
 for _ in range(2000):
     damaged = bytearray(whole)
     for _ in range(random.choice((1, 1, 2, 8))):
@@ -300,19 +300,22 @@ for _ in range(2000):
         attempt()
     except ModelLoadError:
         refused += 1
-print(refused, time.perf_counter() - start)
+print(refused, time.process_time() - start)
 """
 
 
 def test_e08_two_thousand_byte_flips_under_a_memory_limit(tmp_path: Path):
-    """Any error but ModelLoadError ends the child: MemoryError, a shape that numpy refuses, a hang."""
+    """Any error but ModelLoadError ends the child: MemoryError, a shape that numpy refuses, a hang.
+
+    The 2,000 take about 3 s of processor time.
+    """
     path = write(tmp_path / "fuzz.gguf", gb.small_model())
     assert 1800 < path.stat().st_size < 3000
-    done = subprocess.run([sys.executable, "-c", _FUZZ, str(path)], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", _FUZZ, str(path)], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
     refused, seconds = done.stdout.split()
     assert 500 < int(refused) < 2000
-    assert float(seconds) < 20
+    assert float(seconds) < 15
 
 
 def test_e08_a_large_vocabulary_opens_quickly(tmp_path: Path):
