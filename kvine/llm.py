@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine, ModelCall
 from kvine.engine.request import Event, FinishReason
-from kvine.engine.resources import usable_cores
+from kvine.engine.resources import default_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ConfigError, RequestError
@@ -160,7 +160,7 @@ class LLM:
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
         cache: how the past is kept.
         engine: how requests share the model.
-        threads: of the CPU; by default as many as the process may use.
+        threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.
 
     Raises:
         FetchError, ModelLoadError, ConfigError: with a sentence that says what to do.
@@ -178,7 +178,7 @@ class LLM:
     ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"At least 1 thread must run; threads is {threads}.")
-        torch.set_num_threads(threads or usable_cores())
+        torch.set_num_threads(threads or default_threads())
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
@@ -198,13 +198,27 @@ class LLM:
 
     # -- text in, text out --------------------------------------------------------------------------------------------
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, but it is one prompt here
+        self, prompts: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_cache: bool = True,
+    ) -> list[Generation]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_cache: bool = True,
-    ) -> Any:
+    ) -> Generation | list[Generation]:
         """Generates from one prompt, or from several side by side.
 
         Args:

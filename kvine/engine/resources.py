@@ -15,6 +15,12 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
     return max(1, cores)
 
 
+def default_threads() -> int:
+    """Threads to compute with: `OMP_NUM_THREADS` where the user has set it, else one for each usable core."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else usable_cores()
+
+
 def free_memory(cgroup: Path = CGROUP) -> int:
     """Bytes of memory that this process may still take: the smaller of the machine's and its cgroup's."""
     import psutil
