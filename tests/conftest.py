@@ -1,17 +1,16 @@
 """Fixtures for all tests."""
 
+import os
+
+# Tiny models are quickest on one thread: with two, torch spends its time waiting at barriers, above all beside another
+# test run. Child processes inherit this; it must be set before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    """Tests share a small machine."""
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
