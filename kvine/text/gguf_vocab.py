@@ -83,14 +83,17 @@ _TEMPLATE_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+    if not isinstance(tokens, list) or set(map(type, tokens)) != {str}:
         raise ModelLoadError("This GGUF holds no vocabulary (tokenizer.ggml.tokens): use a complete model file.")
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
-    if len(set(tokens)) != len(tokens):
-        first: dict[str, int] = {}
-        twice = next(token for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
+    return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+
+
+def _ids_by_text(tokens: Sequence[str]) -> dict[str, int]:
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise ModelLoadError(f"tokenizer.ggml.tokens names {twice!r} twice: the file is damaged, convert it again.")
-    return tokens
+    return ids
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int, default: int | None = None) -> npt.NDArray[Any]:
@@ -120,7 +123,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], ignore_m
     pairs = [tuple(merge.split(" ", 1)) for merge in merges] if isinstance(merges, list) else []
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ModelLoadError("tokenizer.ggml.merges is missing or damaged: convert the file again.")
-    vocab = {token: i for i, token in enumerate(tokens)}
+    vocab = _ids_by_text(tokens)
     try:
         return models.BPE(vocab, pairs, ignore_merges=ignore_merges)
     except Exception as error:  # tokenizers raises no narrower class
@@ -133,6 +136,7 @@ def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: npt.NDArray[np.int64], cache: Path | None
 ) -> Tokenizer:
     """SentencePiece BPE as Llama's own `tokenizer.json` writes it: spaces become ▁, unknown characters bytes."""
+    vocab = _ids_by_text(tokens)
     scores = _numbers(metadata, "scores", len(tokens)).astype(np.float32)
     spelled = np.flatnonzero((types == NORMAL) | (types == UNUSED)).tolist()
     merges = cached_merges(tokens, scores, spelled, cache)
@@ -141,7 +145,7 @@ def _sentencepiece(
     unknown = _token_id(metadata, "unknown", len(tokens), 0)
     backend = Tokenizer(
         models.BPE(
-            {token: i for i, token in enumerate(tokens)},
+            vocab,
             pairs,
             unk_token=tokens[unknown or 0],
             fuse_unk=True,

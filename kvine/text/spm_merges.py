@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvine.hub import kvine_home
+
 _FORMAT = b"kvine spm merges 1"
 
 
@@ -67,18 +69,13 @@ def cached_merges(
         key.update(part)
     key.update(scores.tobytes())
     key.update(np.asarray(ids, np.int32).tobytes())
-    path = (folder or _cache_folder()) / f"{key.hexdigest()[:32]}.merges"
+    path = (folder or kvine_home() / "tokenizers") / f"{key.hexdigest()[:32]}.merges"
     merges = _read(path, len(pieces))
     if merges is None:
         merges = derive_merges(pieces, scores.tolist(), ids)
         with suppress(OSError):
             _write(path, merges)
     return merges
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvine" / "tokenizers"
 
 
 def _read(path: Path, num_pieces: int) -> npt.NDArray[np.int32] | None:

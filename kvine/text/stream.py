@@ -29,7 +29,8 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._node = self._root = _automaton(stop)
         self._num_tokens = 0
-        self._held = ""  # may begin a stop string
+        self._held: deque[str] = deque()  # may begin a stop string
+        self._num_held = 0  # its characters
         self._safe: list[str] = []
         self._taken: list[str] = []
         self._stopped = False
@@ -58,24 +59,31 @@ class TextStream:
         """The rest of the text, an unfinished character as U+FFFD. To be called once, after the last token."""
         if not self._stopped:
             self._feed(self._decoder.decode(b"", final=True))
-            self._safe.append(self._held)
-            self._held = ""
+        if not self._stopped:
+            self._release("", self._num_held)
         return self.take()
 
     def _feed(self, new: str) -> None:
-        text = self._held + new
         node = self._node
-        for end in range(len(self._held) + 1, len(text) + 1):
-            node = node.after(text[end - 1])
+        for end, character in enumerate(new, start=1):
+            node = node.after(character)
             if node.stop_length and self._num_tokens >= self._min_tokens:
                 self._stopped = True
-                self._safe.append(text[: end - node.stop_length])
-                self._held = ""
+                self._release(new, self._num_held + end - node.stop_length)
                 return
-        safe = len(text) - node.pending
-        self._safe.append(text[:safe])
-        self._held = text[safe:]
         self._node = node
+        self._release(new, self._num_held + len(new) - node.pending)
+
+    def _release(self, new: str, count: int) -> None:
+        """Holds the new text and lets go of the first `count` characters of all that is held."""
+        self._held.append(new)
+        self._num_held += len(new) - count
+        while count > 0:
+            piece = self._held.popleft()
+            if len(piece) > count:
+                self._held.appendleft(piece[count:])
+            self._safe.append(piece[:count])
+            count -= len(piece)
 
 
 @dataclass(eq=False)

@@ -54,23 +54,13 @@ class Tokenizer:
         Raises RequestError for text that is not Unicode (lone surrogates).
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError:
             raise RequestError("The text holds half of a surrogate pair: send valid Unicode.") from None
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         if add_special and self._prefix and ids[: len(self._prefix)] != self._prefix and ids[:1] != [self.bos_id]:
             return self._prefix + ids
         return ids
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation, exactly as the model's template writes it. Raises RequestError without a template."""
-        if self.chat_template is None:
-            raise RequestError(
-                "This model has no chat template, so messages cannot be turned into a prompt. Send a plain prompt as a "
-                "completion, or use an instruction-tuned model."
-            )
-        return self.encode(
-            self.chat_template.render(messages, add_generation_prompt=add_generation_prompt), add_special=False
-        )
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; bytes that are no UTF-8 become U+FFFD. A SentencePiece model's own leading space is dropped."""
