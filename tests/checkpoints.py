@@ -63,11 +63,9 @@ def tiny_model(
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     folder = Path(_FOLDERS.name) / f"{arch}-{next(_NUMBERS)}"
-    if dtype == torch.float32:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-    else:
-        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-        model.float()  # what was stored, exactly
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if dtype != torch.float32:  # what was stored, exactly; `to` has rounded buffers that are not stored too
+        model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return model, folder
 
 
