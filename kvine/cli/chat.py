@@ -12,7 +12,7 @@ import typer
 from kvine.cli.conversation import Conversation, Turn
 from kvine.cli.loading import open_llm
 from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, spread_options
-from kvine.cli.terminal import human_bytes, note, seconds_since_start, show_error, write, write_json
+from kvine.cli.terminal import human_bytes, note, seconds_since_start, show_error, stdin_is_terminal, write, write_json
 from kvine.errors import KvineError, RequestError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Session:
         self.answered: list[Turn] = []
         self._streams = streams
         self._quiet = quiet
-        self._interactive = sys.stdin.isatty()
+        self._interactive = stdin_is_terminal()
         self._commands: dict[str, Callable[[str], None]] = {
             "/edit": self._edit,
             "/reset": self._reset,

@@ -25,7 +25,7 @@ class FetchProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bars.stop()
+        self.done()
 
     def start(self, label: str, total_bytes: int | None) -> None:
         """A task begins; None where its size is not known."""

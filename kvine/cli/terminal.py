@@ -46,6 +46,11 @@ def show_error(error: Exception) -> None:
     note(f"Error: {error}", style="red")
 
 
+def stdin_is_terminal() -> bool:
+    """Whether somebody types the input."""
+    return sys.stdin.isatty()
+
+
 def write(text: str) -> None:
     """Text of the model on stdout, at once."""
     sys.stdout.write(text)

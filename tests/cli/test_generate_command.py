@@ -1,0 +1,213 @@
+import json
+
+import pytest
+from tiny_model import CONTEXT, VOCABULARY, chat_tokens, kv_bytes
+
+PROMPT = "The cache"  # 9 characters, 9 tokens
+TEN = ("--max-tokens", 10, "--ignore-eos")
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(generate, tiny):
+    from kvine import LLM, SamplingParams
+
+    expected = LLM(str(tiny), threads=1).generate(PROMPT, SamplingParams(max_tokens=10, ignore_eos=True)).text
+    ended = generate(PROMPT, *TEN)
+    assert (ended.code, ended.out) == (0, expected + "\n")
+    assert "fp32 as stored" in ended.err
+    assert "prompt: 9 tokens, 0 reused, 9 computed" in ended.err
+    assert "answer: 10 tokens" in ended.err
+    assert "length" in ended.err
+    assert generate(PROMPT, *TEN, "--quiet").err == ""
+
+
+def test_json_is_one_object(generate):
+    ended = generate(PROMPT, *TEN, "--json", "--trace")
+    outcome = ended.json
+    assert list(outcome) == [
+        *("model", "dtype", "text", "token_ids", "finish_reason", "detail", "usage", "timings", "trace")
+    ]
+    assert outcome["text"] + "\n" == generate(PROMPT, *TEN).out
+    assert len(outcome["token_ids"]) == 10
+    assert (outcome["dtype"], outcome["finish_reason"], outcome["detail"]) == ("fp32", "length", None)
+    assert outcome["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 10}
+    assert set(outcome["timings"]) == {"ready_s", "prefill_s", "decode_ms"}
+    assert all(value > 0 for value in outcome["timings"].values())
+    assert ended.err == ""
+    assert "trace" not in generate(PROMPT, *TEN, "--json").json
+
+
+def test_trace_follows_the_cache(generate):
+    """9 tokens are fed, then one at a time; the tenth is never fed. Blocks of 4 fp32 tokens are counted by formula."""
+    rows = generate(PROMPT, *TEN, "--block-size", 4, "--json", "--trace").json["trace"]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["input_shape"] for row in rows] == [[1, 9]] + [[1, 1]] * 9
+    assert [row["positions"] for row in rows] == [[0, 8]] + [[i, i] for i in range(9, 18)]
+    assert [row["cache_length"] for row in rows] == list(range(9, 19))
+    assert [row["kv_bytes"] for row in rows] == [kv_bytes(n, 4) for n in range(9, 19)]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_trace_table_shows_shapes_and_bytes(generate):
+    ended = generate(PROMPT, *TEN, "--trace")
+    assert "[1, 9] → 9 " in ended.err
+    assert "[1, 1] → 10 " in ended.err
+    assert f"{kv_bytes(9):,}  8.0 KiB" in ended.err  # 32 tokens × 2 layers × 2 heads × 8 × 2 × 4 bytes
+    assert "→" not in ended.out
+
+
+def test_chunked_prompt_is_traced_chunk_by_chunk(generate):
+    rows = generate(PROMPT, *TEN, "--max-step-tokens", 4, "--json", "--trace").json["trace"]
+    assert [row["positions"] for row in rows[:4]] == [[0, 3], [4, 7], [8, 8], [9, 9]]
+
+
+def test_without_a_cache_the_text_is_the_same_and_all_of_it_is_fed_again(generate):
+    cached = generate(PROMPT, *TEN, "--json").json
+    plain = generate(PROMPT, *TEN, "--json", "--trace", "--no-cache").json
+    assert plain["token_ids"] == cached["token_ids"]
+    assert [row["input_shape"] for row in plain["trace"]] == [[1, n] for n in range(9, 19)]
+    assert {(row["cache_length"], row["kv_bytes"]) for row in plain["trace"]} == {(0, 0)}
+
+
+def test_stdin_is_the_prompt_as_it_stands(generate):
+    assert generate("-", *TEN, "--json", stdin=PROMPT + "\n").json["usage"]["prompt_tokens"] == 10
+    ended = generate("-", stdin=b"\xff\xfe\xfa")
+    assert (ended.code, ended.out) == (2, "")
+    assert "utf-8" in ended.err.lower()
+
+
+def test_chat_puts_the_prompt_into_the_template(generate):
+    usage = generate("Hi", *TEN, "--json", "--chat").json["usage"]
+    assert usage["prompt_tokens"] == chat_tokens("Hi")
+    usage = generate("Hi", *TEN, "--json", "--chat", "--system", "Be brief").json["usage"]
+    assert usage["prompt_tokens"] == chat_tokens("Hi", system="Be brief")
+
+
+def test_sampling_options_reach_the_sampler(generate):
+    def ids(*options: object) -> list[int]:
+        return generate(PROMPT, *TEN, "--json", *options).json["token_ids"]
+
+    first = ids()[0]
+    forced = VOCABULARY["Q"]
+    assert first != forced
+    assert ids("--logit-bias", f"{forced}=1000") == [forced] * 10
+    assert first not in ids("--logit-bias", f"{first}=-inf", "--logit-bias", f"{forced}=0.5")
+    assert ids("--stop-token-id", first) == [first]
+    hot = ("--temperature", 3)
+    assert ids(*hot, "--seed", 1) == ids(*hot, "--seed", 1) != ids(*hot, "--seed", 2)
+    for narrow in (("--top-k", 1), ("--top-p", 0), ("--min-p", 1)):
+        assert ids(*hot, *narrow) == ids()
+    assert len(ids("--min-tokens", 3, "--logit-bias", f"{VOCABULARY['<|end|>']}=1000")) == 10  # ignored, as asked
+
+
+def test_end_of_text_and_min_tokens(generate):
+    end = VOCABULARY["<|end|>"]
+    outcome = generate(PROMPT, "--json", "--logit-bias", f"{end}=1000", "--min-tokens", 3).json
+    assert (outcome["token_ids"].index(end), outcome["finish_reason"]) == (3, "stop")
+    assert len(outcome["text"]) == 3, "the end itself is no text"
+
+
+def test_stop_text_is_cut(generate):
+    text = generate(PROMPT, *TEN, "--json").json["text"]
+    ended = generate(PROMPT, *TEN, "--stop", "never", "--stop", text[4:6], "-q")
+    assert ended.out == text[: text.index(text[4:6])] + "\n"
+
+
+def test_logprobs(generate):
+    outcome = generate(PROMPT, *TEN, "--logprobs", 3, "--json").json
+    rows = outcome["logprobs"]
+    assert [row["token_id"] for row in rows] == outcome["token_ids"]
+    for row in rows:
+        assert set(row) == {"token_id", "token", "logprob", "top"}
+        assert VOCABULARY[row["token"].replace(" ", "Ġ").replace("\n", "Ċ")] == row["token_id"]
+        assert row["top"][0] == {key: row[key] for key in ("token_id", "token", "logprob")}, "greedy takes the first"
+        assert len(row["top"]) == 3
+        assert 0 > row["top"][0]["logprob"] >= row["top"][2]["logprob"]
+    table = generate(PROMPT, *TEN, "--logprobs", 3).err
+    assert f"{rows[0]['logprob']:.4f}" in table
+
+
+def test_full_context_says_what_to_do(generate):
+    outcome = generate(PROMPT, "--ignore-eos", "--max-tokens", 1000, "--json").json
+    assert outcome["finish_reason"] == "context"
+    assert outcome["usage"]["completion_tokens"] == CONTEXT - 9
+    assert outcome["detail"] in generate(PROMPT, "--ignore-eos", "--max-tokens", 1000).err
+    going_on = ("--window", 16, "--sinks", 4, "--sink-rule", "in_cache")
+    outcome = generate(PROMPT, "--ignore-eos", "--max-tokens", 100, "--json", *going_on).json
+    assert (outcome["finish_reason"], outcome["usage"]["completion_tokens"]) == ("length", 100)
+
+
+@pytest.mark.parametrize("option", [("--kv-dtype", "bf16"), ("--backend", "reference"), ("--kv-memory", "64KiB")])
+def test_cache_options_reach_the_engine(generate, option):
+    assert generate(PROMPT, *TEN, *option, "--json").json["usage"]["completion_tokens"] == 10
+
+
+def test_stored_dtype_shows_in_the_bytes(generate):
+    rows = generate(PROMPT, *TEN, "--kv-dtype", "fp16", "--json", "--trace").json["trace"]
+    assert rows[0]["kv_bytes"] == kv_bytes(9) // 2
+
+
+MISTAKES = {
+    "test_d01_temperature_nan": (("--temperature", "nan"), "temperature"),
+    "temperature_below_0": (("--temperature", -1), "temperature"),
+    "top_p": (("--top-p", 1.1), "top_p"),
+    "min_p": (("--min-p", -0.1), "min_p"),
+    "top_k": (("--top-k", -2), "top_k"),
+    "max_tokens": (("--max-tokens", -1), "max_tokens"),
+    "min_over_max": (("--min-tokens", 9, "--max-tokens", 8), "min_tokens"),
+    "repetition": (("--repetition-penalty", 0), "repetition_penalty"),
+    "presence": (("--presence-penalty", 3), "presence_penalty"),
+    "seed": (("--seed", 2**64), "seed"),
+    "logprobs": (("--logprobs", -1), "logprobs"),
+    "stop": (("--stop", ""), "stop"),
+    "bias_form": (("--logit-bias", "7"), "ID=BIAS"),
+    "bias_id": (("--logit-bias", "x=1"), "ID=BIAS"),
+    "bias_nan": (("--logit-bias", "7=nan"), "token 7"),
+    "bias_twice": (("--logit-bias", "7=1", "--logit-bias", "7=2"), "twice"),
+    "block_size": (("--block-size", 0), "block_size"),
+    "kv_memory": (("--kv-memory", "lots"), "size in bytes"),
+    "kv_dtype": (("--kv-dtype", "int3"), "kv_dtype"),
+    "window": (("--window", 0), "window"),
+    "sinks": (("--sinks", 4), "window"),
+    "sink_rule": (("--sink-rule", "x"), "sink_rule"),
+    "max_step_tokens": (("--max-step-tokens", 0), "max_step_tokens"),
+    "backend": (("--backend", "magic"), "backend"),
+    "threads": (("--threads", 0), "threads"),
+    "device": (("--device", "abacus"), "abacus"),
+    "dtype": (("--dtype", "fp7"), "fp7"),
+    "system": (("--system", "Be brief"), "--chat"),
+    "model": (("--model", "no-such-model"), "no-such-model"),
+}
+
+
+@pytest.mark.parametrize(("options", "named"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_2(generate, options, named):
+    ended = generate(PROMPT, *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("Error: ")
+    assert ended.err.count("\n") == 1
+    assert named in ended.err
+
+
+def test_c07_empty_prompt_without_bos(generate):
+    ended = generate("")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("Error: The prompt has no tokens")
+
+
+def test_a_prompt_that_fills_the_context_is_refused(generate):
+    ended = generate("x" * CONTEXT, "--json")
+    assert (ended.code, ended.out) == (2, "")
+    assert str(CONTEXT) in ended.err
+
+
+def test_usage_errors_exit_with_2(kvine):
+    assert kvine("generate").code == 2
+    assert kvine("generate", "x", "--max-tokens", "many").code == 2
+    assert kvine("generate", "x", "--no-such-option").code == 2
+    assert kvine("no-such-command").code == 2
+
+
+def test_max_tokens_0_generates_nothing(generate):
+    outcome = generate(PROMPT, "--max-tokens", 0, "--json", "--trace").json
+    assert (outcome["text"], outcome["token_ids"], outcome["trace"]) == ("", [], [])
+    assert json.loads(json.dumps(outcome["timings"])) == outcome["timings"]

@@ -1,0 +1,95 @@
+"""What only a process of its own shows: exit codes, signals, pipes, start-up; and the real model, end to end."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import kvine
+
+COMMAND = [sys.executable, "-m", "kvine.cli.app"]
+ENDLESS = ["--threads", "1", "--ignore-eos", "--max-tokens", "1000000"]
+ENDLESS += ["--window", "16", "--sinks", "4", "--sink-rule", "in_cache"]
+PATIENCE = 300  # seconds; a busy machine starts slowly
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@contextmanager
+def started(*arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, *arguments], stdin=stdin, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_real_model_can_add():
+    ended = run("generate", "--max-tokens", "8", "--json", "--trace", "The answer to 2 + 3 is")
+    assert ended.returncode == 0, ended.stderr
+    outcome = json.loads(ended.stdout)
+    assert "5" in outcome["text"]
+    assert outcome["finish_reason"] == "stop"
+    assert outcome["trace"][0]["input_shape"] == [1, outcome["usage"]["prompt_tokens"]]
+    assert outcome["timings"]["ready_s"] > 0
+
+
+def test_the_real_model_keeps_its_prefix_between_turns_and_edits():
+    said = "Name a colour.\nName another colour.\n/edit 2 Name another animal.\n"
+    ended = run("chat", "--max-tokens", "4", "--json", stdin=said)
+    assert ended.returncode == 0, ended.stderr
+    first, second, edited = json.loads(ended.stdout)["turns"]
+    assert first["usage"]["cached_tokens"] == 0
+    assert second["usage"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+    assert edited["usage"]["cached_tokens"] > second["usage"]["cached_tokens"], "up to the edited word"
+    assert "reused" in ended.stderr
+
+
+def test_ctrl_c_ends_a_generation_with_130(tiny: Path):
+    with started("generate", "-m", str(tiny), *ENDLESS, "The cache") as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_ctrl_c_at_the_prompt_of_a_chat_ends_it_with_130(tiny: Path):
+    keyboard, terminal = pty.openpty()
+    with started("chat", "-m", str(tiny), "--threads", "1", stdin=terminal) as process:
+        os.close(terminal)
+        assert process.stderr is not None and b"/help" in process.stderr.readline()
+        os.write(keyboard, b"Hello\n")
+        assert process.stderr.readline().startswith(b"turn 1")
+        time.sleep(0.2)  # it is at the prompt, or about to be
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE)
+    os.close(keyboard)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error(tiny: Path):
+    with started("generate", "-m", str(tiny), *ENDLESS, "The cache") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(PATIENCE) == 141
+
+
+def test_help_and_version_do_not_wait_for_torch():
+    code = (
+        "import sys, kvine.cli.app; print(sorted({'torch', 'transformers', 'numpy', 'kvine.llm'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    assert run("--version").stdout == f"kvine {kvine.__version__}\n"
