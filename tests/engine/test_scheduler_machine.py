@@ -78,7 +78,8 @@ class EngineMachine(RuleBasedStateMachine):
     def break_a_step(self, layer: int, interrupt: bool) -> None:
         """The model fails before it writes, between two layers, or when all is written; mostly it does not."""
         if layer > 2:
-            return self.step(layer)
+            self.step(layer)
+            return
         counts["failure"] += 1
         model = model_of(self.engine)
         model.fail_at_layer, model.error = layer, KeyboardInterrupt() if interrupt else RuntimeError("broken")
