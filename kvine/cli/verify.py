@@ -1,0 +1,170 @@
+"""`kvine verify`: does the cache change anything? Exit code 0 without a fault, 1 with one."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvine.cli.options import ModelOptions, spread_options
+from kvine.cli.terminal import note, show, write_json
+
+if TYPE_CHECKING:
+    from kvine.evidence.judge import Divergence, Report, Rounding, Run
+
+FAULT = 1
+NEW_TOKENS, QUICK_NEW_TOKENS = 64, 16
+STYLES = {"reference": "dim", "identical": "green", "rounding": "yellow", "fault": "bold red", "not run": "dim"}
+
+
+@spread_options
+def verify(
+    model: ModelOptions,
+    new_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens to generate; {NEW_TOKENS}, or {QUICK_NEW_TOKENS} with --quick.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A prompt of 70 tokens instead of 1,929.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Check that the cache changes nothing: compare it with cache-free computing, and with transformers.
+
+    Generates greedily, past any end of text, in four ways, in fp32 and in the compute dtype. A difference counts as
+    rounding only within a bound that is measured; docs/verify.md says how. Takes minutes; --quick takes seconds.
+    """
+    from kvine.cli.evidence_progress import EvidenceProgress
+    from kvine.cli.progress import FetchProgress
+    from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT
+    from kvine.hub import resolve
+
+    with FetchProgress() as fetching:
+        source = resolve(model.model, progress=fetching)
+    from kvine.evidence.verify import verify as run_verify
+
+    if new_tokens is None:
+        new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
+    if prompt is None:
+        prompt = QUICK_PROMPT if quick else DEFAULT_PROMPT
+    with EvidenceProgress() as progress:
+        report = run_verify(
+            source,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            dtype=model.dtype,
+            device=model.device,
+            threads=model.threads,
+            progress=progress,
+        )
+    if json:
+        write_json(report_json(report))
+    else:
+        show_report(report)
+    if not report.ok:
+        raise typer.Exit(FAULT)
+
+
+def report_json(report: "Report") -> dict[str, Any]:
+    """The report as `--json` prints it; numbers that are not finite become null."""
+    return {
+        "ok": report.ok,
+        "model": report.model,
+        "prompt_tokens": report.prompt_tokens,
+        "runs": [_run_json(run) for run in report.runs],
+        "rounding": [
+            {"dtype": r.dtype, "measured": _finite(r.measured), "bound": r.bound, "logit_range": _finite(r.logit_range)}
+            for r in report.rounding
+        ],
+    }
+
+
+def show_report(report: "Report") -> None:
+    """The report as tables on stderr, and its outcome in one line."""
+    from rich.table import Table
+
+    table = Table(title=f"{report.model}: {report.prompt_tokens:,} tokens of prompt")
+    for name, justify in (("dtype", "left"), ("path", "left"), ("tokens as the reference's", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("largest difference", "bound", "verdict"):
+        table.add_column(name, justify="left" if name == "verdict" else "right")
+    for run in report.runs:
+        same = "" if run.identical is None else f"{run.matching} of {run.tokens}"
+        table.add_row(
+            run.dtype,
+            run.path,
+            same,
+            _number(run.difference),
+            _number(run.bound),
+            run.verdict,
+            style=STYLES[run.verdict],
+        )
+    show(table)
+    for run in report.runs:
+        if run.reason is not None:
+            note(f"{run.path}, {run.dtype}: {run.reason}")
+        if run.first_divergence is not None:
+            note(_divergence_line(run, run.first_divergence))
+    for rounding in report.rounding:
+        note(_rounding_line(rounding))
+    faults = sum(run.verdict == "fault" for run in report.runs)
+    if faults:
+        note(f"{faults} of {len(report.runs)} runs show a fault.", style="bold red")
+    else:
+        note("No fault: all differences are within rounding. The reference is the cache-free path.", style="green")
+
+
+def _divergence_line(run: "Run", at: "Divergence") -> str:
+    ours, theirs = at.candidates
+    return (
+        f"{run.path}, {run.dtype}: at step {at.step} (position {at.position}) the reference takes {ours.text!r} "
+        f"({ours.token_id}), this path {theirs.text!r} ({theirs.token_id}). The reference prefers its own by "
+        f"{at.gap:.3g}; rounding explains up to {at.bound:.3g}: {at.verdict}."
+    )
+
+
+def _rounding_line(rounding: "Rounding") -> str:
+    return (
+        f"{rounding.dtype}: two right computations differ by up to {rounding.measured:.3g}, "
+        f"{rounding.measured / rounding.logit_range:.1e} of the logits' range; the bound is {rounding.bound:.3g}."
+    )
+
+
+def _run_json(run: "Run") -> dict[str, Any]:
+    first = run.first_divergence
+    return {
+        "path": run.path,
+        "dtype": run.dtype,
+        "verdict": run.verdict,
+        "identical": run.identical,
+        "tokens": run.tokens,
+        "matching": run.matching,
+        "difference": _finite(run.difference),
+        "difference_step": run.difference_step,
+        "bound": run.bound,
+        "reason": run.reason,
+        "first_divergence": None
+        if first is None
+        else {
+            "step": first.step,
+            "position": first.position,
+            "candidates": [
+                {
+                    "token_id": candidate.token_id,
+                    "text": candidate.text,
+                    "reference_logit": _finite(candidate.reference_logit),
+                    "path_logit": _finite(candidate.path_logit),
+                }
+                for candidate in first.candidates
+            ],
+            "gap": first.gap,
+            "bound": first.bound,
+            "verdict": first.verdict,
+        },
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    import math
+
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
