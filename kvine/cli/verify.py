@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvine.cli.options import ModelOptions, spread_options
-from kvine.cli.terminal import note, show, write_json
+from kvine.cli.terminal import show_output, write_json
 
 if TYPE_CHECKING:
     from kvine.evidence.judge import Divergence, Report, Rounding, Run
@@ -76,8 +76,9 @@ def report_json(report: "Report") -> dict[str, Any]:
 
 
 def show_report(report: "Report") -> None:
-    """The report as tables on stderr, and its outcome in one line."""
+    """The report as a table, and its outcome in one line."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=f"{report.model}: {report.prompt_tokens:,} tokens of prompt")
     for name, justify in (("dtype", "left"), ("path", "left"), ("tokens as the reference's", "right")):
@@ -95,19 +96,16 @@ def show_report(report: "Report") -> None:
             run.verdict,
             style=STYLES[run.verdict],
         )
-    show(table)
-    for run in report.runs:
-        if run.reason is not None:
-            note(f"{run.path}, {run.dtype}: {run.reason}")
-        if run.first_divergence is not None:
-            note(_divergence_line(run, run.first_divergence))
-    for rounding in report.rounding:
-        note(_rounding_line(rounding))
+    lines = [Text(f"{run.path}, {run.dtype}: {run.reason}") for run in report.runs if run.reason is not None]
+    lines += [Text(_divergence_line(run, run.first_divergence)) for run in report.runs if run.first_divergence]
+    lines += [Text(_rounding_line(rounding)) for rounding in report.rounding]
     faults = sum(run.verdict == "fault" for run in report.runs)
     if faults:
-        note(f"{faults} of {len(report.runs)} runs show a fault.", style="bold red")
+        lines.append(Text(f"{faults} of {len(report.runs)} runs show a fault.", style="bold red"))
     else:
-        note("No fault: all differences are within rounding. The reference is the cache-free path.", style="green")
+        outcome = "No fault: all differences are within rounding. The reference is the cache-free path."
+        lines.append(Text(outcome, style="green"))
+    show_output(table, *lines)
 
 
 def _divergence_line(run: "Run", at: "Divergence") -> str:
