@@ -73,13 +73,27 @@ def _checked(messages: object) -> list[dict[str, Any]]:
             raise RequestError(f'{where} is no object: write {{"role": "user", "content": "…"}}.')
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise RequestError(f"{where} has no role: give one as a string, such as user or assistant.")
-        checked.append({**message, "content": _content(message.get("content"), where)})
+        others = {str(name): _plain(value, where) for name, value in message.items() if name != "content"}
+        checked.append({**others, "content": _content(message.get("content"), where)})
     return checked
+
+
+def _plain(value: object, where: str) -> Any:
+    """A copy in plain types: the methods of other objects are beyond what the sandbox can judge."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, where) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise RequestError(f"{where} holds a {type(value).__name__}: give texts, numbers, lists and objects, as in JSON.")
 
 
 def _content(content: object, where: str) -> str:
     if isinstance(content, str):
-        return content
+        return str.__str__(content)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(f"{where} has no content: give a string, or a list of text parts.")
     texts = []

@@ -18,8 +18,9 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MAX_WORK = 2**26  # characters and list items a rendering may build, counting each step as _STEP of them
 MAX_SECONDS = 2.0
@@ -106,6 +107,12 @@ class _MeteredCode(CodeGenerator):
     def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
         self._literal(super().visit_List, node, frame)
 
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._literal(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
         self._literal(super().visit_Dict, node, frame)
 
@@ -134,15 +141,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.meter = Meter()
         self.filters = {name: self._metered_filter(FILTERS[name]) for name in _FILTERS}
         self.filters |= {"tojson": self._metered_filter(_to_json), "_metered": self._metered_loop()}
-        del self.globals["lipsum"]
+        self.globals = {"range": self.globals["range"]}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {"namespace": _Namespace, "dict": _dict}
 
     def concatenate(self, parts: tuple[Any, ...]) -> str:
         """`a ~ b`."""
         return str(self.meter.built("".join(map(str, self._joinable(parts)))))
 
     def literal(self, value: Any) -> Any:
-        """`[…]` and `{…}`."""
+        """`[…]`, `(…)` and `{…}`."""
         self.meter.nested(value)
         return value
 
@@ -157,11 +165,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in jinja2)
         """Calls that pay for what they return, and beforehand for what `replace` and `join` will build."""
         __self._check_numbers(args, kwargs)
+        if isinstance(__obj, Macro) and (__obj.catch_varargs or __obj.catch_kwargs):
+            __self.literal([args, kwargs])  # they become containers inside
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             args = __self._pay_for_text(owner, getattr(__obj, "__name__", ""), args)
         result = super().call(__context, __obj, *args, **kwargs)
-        return __self.literal(result) if __obj is dict else __self.meter.built(result)
+        return __self.literal(result) if __obj is _dict else __self.meter.built(result)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`+ * ** %`, refused before they build something huge."""
@@ -169,7 +179,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, Sized) and isinstance(times, int):
                     self.meter.spend(len(one) * max(times, 0))
-        if operator in "**" and not self._small(left, right, power=operator == "**"):
+        if operator in ("*", "**") and not self._small(left, right, power=operator == "**"):
             raise SecurityError("it computes with numbers of thousands of digits")
         if operator == "%" and isinstance(left, str):
             if _WIDE_FORMAT.search(left):
@@ -240,6 +250,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 yield item
 
         return metered
+
+
+class _Namespace(Namespace):
+    """jinja2's, without attributes that Python itself would look for."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that `self` is free as a name
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"it stores {name!r} on a namespace, where names begin with a letter")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -323,22 +323,44 @@ def test_half_a_surrogate_pair_is_a_request_error(byte_tokenizer: Tokenizer) -> 
 # --- a real model ---
 
 
+SMOLLM2_IDS = {  # as transformers gives them for the original checkpoint's tokenizer
+    "Hello world, it's me.\n\n\tx = 1234": [
+        19556,
+        905,
+        28,
+        357,
+        506,
+        549,
+        30,
+        1116,
+        197,
+        104,
+        446,
+        216,
+        33,
+        34,
+        35,
+        36,
+    ],
+    "   a  b<|im_end|>": [256, 253, 216, 278, 2],
+    "繁體中文 😀": [178, 134, 219, 180, 121, 238, 28589, 29184, 40303, 218],
+    "1+1=½": [33, 27, 33, 45, 16738],
+}
+
+
 def test_smollm2_from_gguf() -> None:
-    source = hub.resolve("smollm2-135m")
-    tokenizer = load_tokenizer(source)
-    oracle = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (49152, 1)
-    assert tokenizer.eos_ids == {0, 2}
+    tokenizer = load_tokenizer(hub.resolve("smollm2-135m"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (49152, 1, {0, 2})
+    assert {text: tokenizer.encode(text) for text in SMOLLM2_IDS} == SMOLLM2_IDS
     for text in TEXTS:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids, skip_special=False) == text
-        if "½" not in text:  # transformers reads no rule for this file and leaves ½ and Ⅷ on their space
-            assert ids == oracle.encode(text, add_special_tokens=False)
-    messages = [{"role": "user", "content": "你好 👋"}]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
     assert tokenizer.chat_template is not None
-    rendered = tokenizer.chat_template.render(messages)
-    assert rendered == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.encode(rendered, add_special=False)[0] == 1
+    rendered = tokenizer.chat_template.render([{"role": "user", "content": "你好 👋"}])
+    assert rendered == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n你好 👋<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.encode(rendered, add_special=False)[:2] == [1, 9690]
 
 
 def test_chat_template_travels_with_the_gguf(backend: tokenizers.Tokenizer) -> None:
