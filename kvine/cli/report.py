@@ -74,7 +74,7 @@ def dtype_name(llm: "LLM") -> str:
 
 def show_summary(llm: "LLM", result: "Generation", ready_s: float) -> None:
     """Two dim lines: what ran, and what it took. A full context is explained."""
-    note(f"{llm.source.name} in {dtype_name(llm)} ({llm.model.dtype_reason}), ready in {ready_s:.2f} s")
+    note(f"{llm.source.name}: {llm.model.dtype_reason} · ready in {ready_s:.2f} s")
     note(outcome_line(result))
     show_full_context(result)
 

@@ -152,3 +152,37 @@ def test_ctrl_c_before_the_first_token_drops_the_turn(chat, monkeypatch):
     ended = chat("Hello", "Never", "Again", options=("--json",))
     assert [turn["user"] for turn in ended.json["turns"]] == ["Hello", "Again"]
     assert "the turn is dropped" in ended.err
+
+
+def test_a_second_ctrl_c_ends_the_program(chat, monkeypatch):
+    def write_and_interrupt_twice(_: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat_module, "write", write_and_interrupt_twice)
+    before = signal.getsignal(signal.SIGINT)
+    assert chat("Hello", "Again").code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_a_model_call_leaves_nothing_behind(tiny, monkeypatch):
+    """The engine drops the request without an event, so `close` itself must end it: nothing waits for it for ever."""
+    from kvine import LLM
+
+    llm = LLM(str(tiny), threads=1)
+    running = llm.stream("The cache")
+    next(running)
+
+    def interrupted(_step: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.parts.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(running)
+    running.close()
+    assert running.result.finish_reason == "abort"
+    assert llm.engine.manager.bytes_referenced == 0
+    assert not llm.engine.busy
+    llm.engine.manager.check()
+    assert llm.generate("The cache").text == LLM(str(tiny), threads=1).generate("The cache").text
