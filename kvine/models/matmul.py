@@ -30,20 +30,18 @@ def choose_matmul(dtype: torch.dtype, device: torch.device) -> Matmul:
     """The fastest product for weights of `dtype` on `device`, of those that torch offers."""
     if device.type != "cpu":
         return F.linear
-    capabilities = torch.cpu.get_capabilities()
     if dtype == torch.float32:
-        is_avx2_only = bool(capabilities.get("avx2")) and not capabilities.get("avx512_f")
-        return fp32_small_batches if is_avx2_only else F.linear
+        return fp32_small_batches if torch.backends.cpu.get_cpu_capability() == "AVX2" else F.linear
     return F.linear if has_matrix_hardware(dtype) else through_fp32
 
 
 def has_matrix_hardware(dtype: torch.dtype) -> bool:
     """Does this CPU multiply matrices of bf16 or fp16 natively, and does torch use it?"""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    capabilities = torch.cpu.get_capabilities()
-    native = capabilities.get("avx512_fp16") or capabilities.get("amx_fp16") or capabilities.get("fp16_arith")
-    return bool(native) and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def fp32_small_batches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
