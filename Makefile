@@ -8,9 +8,10 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 .DELETE_ON_ERROR:
 .PHONY: demo test lint bench proof clean
 
+# The question is one whose answer is far from any tie, so that it is right in every dtype.
 demo: .venv/base.stamp  ## fetch the default model and ask it something
 	$(BIN)/kvine pull smollm2-135m
-	$(BIN)/kvine generate --chat "What is the capital of France?"
+	$(BIN)/kvine generate --chat "What is the capital of Japan?"
 
 test: .venv/dev.stamp  ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow"
