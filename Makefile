@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CODE := kvine tests benchmarks
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
 .DEFAULT_GOAL := demo
@@ -20,8 +21,8 @@ proof: .venv/dev.stamp  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
 lint: .venv/dev.stamp  ## style, formatting, types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 bench: .venv/dev.stamp  ## speed, beside transformers
@@ -29,7 +30,7 @@ bench: .venv/dev.stamp  ## speed, beside transformers
 
 clean:  ## what the targets above have made; fetched models stay
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kvine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from, so that a second call installs nothing.
 .venv/python.stamp:
