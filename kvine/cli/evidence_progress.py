@@ -40,8 +40,10 @@ class EvidenceProgress:
     def __call__(self, what: str, done: int, total: int) -> None:
         """Shows how far `what` has come; a new name begins a new task."""
         now = time.perf_counter()
+        if done == 0:  # what comes before the first token, such as loading, is no measure for the others
+            self._began = self._said = now
         if what != self._what:
-            self._what, self._began, self._said = what, now, now
+            self._what = what
             if self._console.is_terminal:
                 for task in self._bars.task_ids:
                     self._bars.remove_task(task)

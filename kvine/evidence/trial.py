@@ -74,7 +74,7 @@ def run_trial(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
 
     Args:
         trial: what to measure.
-        on_token: called with the number of tokens generated so far.
+        on_token: called with the number of tokens generated so far, and with 0 once the model is loaded.
 
     Raises:
         KvineError: what went wrong there, in its words.
@@ -121,6 +121,7 @@ def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcom
 
     with PeakMemory(device) as memory:
         _synchronize(device)
+        on_token(0)
         began = time.perf_counter()
         token_ids = generate(llm, trial, stamp)
     further = len(times) - 1

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kvine.attention.base import Batch
 from kvine.attention.cached import CachedAttention
 from kvine.attention.reference import ReferenceBackend
@@ -38,21 +41,21 @@ def changed_backend(whole: CachedAttention, backend: ReferenceBackend) -> Cached
     return CachedAttention(whole.layers, whole.pools, backends, scale=whole.scale, softcap=whole.softcap)
 
 
-def is_decode(batch: Batch) -> bool:
-    return len(batch.input_ids) == batch.num_requests
+def decoded(batch: Batch) -> Tensor:
+    """[N], true for tokens that are alone in their request's step."""
+    counts = torch.tensor(batch.query_start).diff()  # [R]
+    return (counts == 1).repeat_interleave(counts)
 
 
 def late_positions(whole: CachedAttention) -> CachedAttention:
     """Decoded tokens are rotated one position too far. All tokens alike would be no fault: RoPE sees distances."""
-    return ChangedSteps(whole, lambda b: replace(b, positions=b.positions + 1) if is_decode(b) else b)
+    return ChangedSteps(whole, lambda b: replace(b, positions=b.positions + decoded(b).long()))
 
 
 def stale_block(whole: CachedAttention) -> CachedAttention:
-    """Decoding reads block 1 where block 0 should be. Only exchanged they would be no fault: attention has no order."""
+    """Block 1 is read where block 0 should be. Only exchanged they would be no fault: attention has no order."""
 
     def change(batch: Batch) -> Batch:
-        if not is_decode(batch):
-            return batch
         groups = [
             replace(g, block_tables=[[table[1], *table[1:]] if len(table) > 2 else table for table in g.block_tables])
             for g in batch.groups
@@ -63,14 +66,13 @@ def stale_block(whole: CachedAttention) -> CachedAttention:
 
 
 def lost_write(whole: CachedAttention) -> CachedAttention:
-    """The first decoded token of each block is written over the one before it."""
+    """The second token of a block, if it is decoded, is written over the first."""
 
     def change(batch: Batch) -> Batch:
-        if not is_decode(batch):
-            return batch
         size = whole.pools[0].spec.block_size
+        alone = decoded(batch)
         groups = [
-            replace(g, slot_mapping=g.slot_mapping.where(g.slot_mapping % size != 1, g.slot_mapping - 1))
+            replace(g, slot_mapping=g.slot_mapping - (alone & (g.slot_mapping % size == 1)).long())
             for g in batch.groups
         ]
         return replace(batch, groups=tuple(groups))
@@ -122,7 +124,7 @@ class Failing(ReferenceBackend):
     """Fails once decoding begins."""
 
     def attend(self, q, kv, plan, **options):
-        if is_decode(plan.batch):
+        if decoded(plan.batch).all():
             raise MemoryError("no room for scores")
         return super().attend(q, kv, plan, **options)
 

@@ -4,8 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import dense_attention, standard_parts
@@ -41,6 +45,14 @@ def write_checkpoint(folder: Path, kind: str, seed: int = 0) -> ModelSource:
         model = transformers.Gemma3ForCausalLM(config)
     model.save_pretrained(folder)
     return ModelSource(kind, folder, "safetensors", None)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each of the words w0, w1, ..."""
+    tokenizer = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @dataclass
