@@ -37,7 +37,7 @@ def choose_matmul(dtype: torch.dtype, device: torch.device) -> Matmul:
 
 def has_matrix_hardware(dtype: torch.dtype) -> bool:
     """Does this CPU multiply matrices of bf16 or fp16 natively, and does torch use it?"""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -47,8 +47,8 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
         if name == "bf16" and not has_bf16:
             raise ConfigError("This GPU has no bf16. Choose dtype auto, fp32 or fp16.")
         return DTYPES[name], f"{name} as asked{_cpu_note(DTYPES[name], device)}"
-    if stored == "F32":
-        return torch.float32, "fp32 as stored"
+    if stored in ("F32", "F64"):
+        return torch.float32, f"fp32 for weights stored as {stored}"
     if stored == "F16" and device.type != "cpu":
         return torch.float16, "fp16 as stored"
     if stored == "F16":
