@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvine.errors import KvineError
+from kvine.errors import ContextLengthError, KvineError
 
 if TYPE_CHECKING:
     import torch
@@ -106,10 +106,16 @@ def run_trial(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
 
 
 def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcome:
-    """Measures in this process, on a model that is loaded."""
+    """Measures in this process, on a model that is loaded. Raises ContextLengthError if the text will not fit it."""
     from kvine.engine.build import DTYPE_NAMES
     from kvine.evidence.memory import PeakMemory
 
+    total, context = len(trial.prompt_ids) + trial.new_tokens, llm.parts.max_context
+    if context is not None and total > context:
+        raise ContextLengthError(
+            f"The prompt's {len(trial.prompt_ids)} tokens and {trial.new_tokens} new ones exceed the model's context "
+            f"of {context}: give a shorter prompt, or fewer tokens."
+        )
     device = llm.model.device
     generate = _cache_free if trial.path == "cache-free" else _cached
     times: list[float] = []
