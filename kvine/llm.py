@@ -12,7 +12,7 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine, ModelCall
-from kvine.engine.request import Event, FinishReason
+from kvine.engine.request import Event, FinishReason, checked_ids
 from kvine.engine.resources import default_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
@@ -327,11 +327,11 @@ class LLM:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _ids(self, prompt: Prompt | Tensor) -> list[int]:
-        if not isinstance(prompt, Tensor):
-            return self.encode(prompt)
-        if prompt.ndim > 2 or (prompt.ndim == 2 and prompt.shape[0] != 1):
-            raise RequestError(f"Token ids of shape {list(prompt.shape)} are not one text: give [N] or [1, N].")
-        return [int(token) for token in prompt.flatten().tolist()]
+        if isinstance(prompt, Tensor):
+            if prompt.ndim > 2 or (prompt.ndim == 2 and prompt.shape[0] != 1):
+                raise RequestError(f"Token ids of shape {list(prompt.shape)} are not one text: give [N] or [1, N].")
+            prompt = prompt.flatten().tolist()
+        return checked_ids(self.encode(prompt), self.parts.vocab_size)
 
     def _start(self, prompt_ids: list[int], params: SamplingParams, use_cache: bool) -> TextGeneration:
         engine = self.engine if use_cache else self.cache_free_engine

@@ -1,7 +1,6 @@
 """The engine: requests in, events out, one step at a time. Synchronous and deterministic; token ids only."""
 
 import itertools
-import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from torch import Tensor
 from kvine.cache.manager import CacheManager
 from kvine.config import EngineConfig
 from kvine.engine.outcome import finish_reason, sample_row
-from kvine.engine.request import Event, Request, StopChecker
+from kvine.engine.request import Event, Request, StopChecker, checked_ids
 from kvine.engine.scheduler import Scheduled, Scheduler
-from kvine.errors import ContextLengthError, KvineError, RequestError, StepError
+from kvine.errors import ContextLengthError, KvineError, StepError
 from kvine.sampling.noise import fresh_seed
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample, Sampler
@@ -116,7 +115,7 @@ class Engine:
             RequestError: for an empty prompt or an id that the model does not know.
             ContextLengthError: for a prompt that the model's context or the cache can never hold.
         """
-        prompt_ids = self._checked(prompt_ids)
+        prompt_ids = checked_ids(prompt_ids, self.parts.vocab_size)
         limit, detail = self._limit(prompt_ids, params)
         request = Request(
             next(self._ids),
@@ -178,17 +177,6 @@ class Engine:
         return events + [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
-        try:
-            ids = [operator.index(token) for token in prompt_ids]  # also takes numpy's integers
-        except TypeError:
-            raise RequestError("A prompt is a list of token ids, and these are whole numbers.") from None
-        if not ids:
-            raise RequestError("The prompt has no tokens: give at least one, this tokenizer adds none of its own.")
-        if not all(0 <= token < self.parts.vocab_size for token in ids):
-            raise RequestError(f"A prompt may hold token ids from 0 to {self.parts.vocab_size - 1} only.")
-        return ids
 
     def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
         length, chunk = len(prompt_ids), self.config.max_step_tokens

@@ -1,11 +1,12 @@
 """One request: what was asked, what has been generated, and what it holds of the cache."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvine.cache.manager import CachedSequence
-from kvine.errors import KvineError
+from kvine.errors import KvineError, RequestError
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
 
@@ -40,6 +41,19 @@ class Event:
     detail: str | None = None
     error: KvineError | None = None
     cached_tokens: int = 0
+
+
+def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids as plain integers, numpy's accepted; RequestError if there are none, or one is not below vocab_size."""
+    try:
+        ids = [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise RequestError("A prompt is a list of token ids, and these are whole numbers.") from None
+    if not ids:
+        raise RequestError("The prompt has no tokens: give at least one, this tokenizer adds none of its own.")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise RequestError(f"A prompt may hold token ids from 0 to {vocab_size - 1} only.")
+    return ids
 
 
 class Request:

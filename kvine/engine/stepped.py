@@ -62,8 +62,7 @@ class SteppedCache:
             RequestError: if there is nothing to compute, or the cache is closed.
             ContextLengthError: if the model's context or the cache has no room; nothing has changed then.
         """
-        if not self._close.alive:
-            raise RequestError("This cache is closed: begin a new one.")
+        sequence = self._held
         if not token_ids:
             raise RequestError("Give at least one token to compute.")
         held = len(self)
@@ -73,21 +72,23 @@ class SteppedCache:
         request = Request(
             -1, [*self.tokens, *token_ids], SamplingParams(), seed=0, namespace=b"", limit=total, limit_detail=""
         )
-        request.sequence = self._sequence
+        request.sequence = sequence
         logits = []
         try:
             for start in range(held, total, self._config.max_step_tokens):
                 count = min(self._config.max_step_tokens, total - start)
-                if not self._manager.reserve(self._sequence, count):
+                # Room for all of it before the first chunk is kept: a window lets go of what no crop could bring back.
+                room = self._manager.reserve(sequence, count)
+                if not (room and self._manager.fits_now(sequence, total, self._config.max_step_tokens)):
                     raise ContextLengthError(f"The cache has no room for {total} tokens: raise kv_memory.")
                 step = Scheduled(request, start, count)
                 if not last or step.samples:
                     logits.append(self._runner.run([step], all_logits=not last))
                 else:
                     self._runner.run([step])
-                self._manager.commit(self._sequence, request.tokens(start, start + count))
+                self._manager.commit(sequence, request.tokens(start, start + count))
         except BaseException:
-            self._manager.crop(self._sequence, held)
+            self._manager.crop(sequence, held)
             raise
         return torch.cat(logits)[None]
 
@@ -97,7 +98,7 @@ class SteppedCache:
         `length` counts the positions that `positions(number)` lists: all, or what a window has left.
         """
         group, index, _ = self._place(number)
-        live = [block for block in self._sequence.tables[group] if block != MISSING]
+        live = [block for block in self._held.tables[group] if block != MISSING]
         k, v = self._runner.attention.pools[group].read(index, live, len(live) * self._manager.block_size)
         count = len(self.positions(number))
         return k[:, :, :count], v[:, :, :count]
@@ -105,20 +106,26 @@ class SteppedCache:
     def positions(self, number: int) -> list[int]:
         """The positions whose K and V one layer still holds, ascending."""
         group, _, size = self._place(number)
-        table = self._sequence.tables[group]
+        table = self._held.tables[group]
         return [p for p in range(len(self)) if table[p // size] != MISSING]
 
     def crop(self, num_tokens: int) -> int:
         """Forgets all but the first num_tokens tokens; returns how many are left, fewer where a window lost some."""
-        return self._manager.crop(self._sequence, num_tokens)
+        return self._manager.crop(self._held, num_tokens)
 
     def fork(self) -> "SteppedCache":
         """A second cache with the same past; blocks are shared until one of the two writes."""
-        return SteppedCache(self._runner, self._config, self._max_context, self._manager.fork(self._sequence))
+        return SteppedCache(self._runner, self._config, self._max_context, self._manager.fork(self._held))
 
     def close(self) -> None:
         """Frees what it holds."""
         self._close()
+
+    @property
+    def _held(self) -> CachedSequence:
+        if not self._close.alive:
+            raise RequestError("This cache is closed: begin a new one.")
+        return self._sequence
 
     def _place(self, number: int) -> tuple[int, int, int]:
         place = self._runner.attention.layers[number]

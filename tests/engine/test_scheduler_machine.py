@@ -133,7 +133,7 @@ def test_random_operations_never_change_an_answer_or_lose_a_block() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=40,
+            max_examples=36,
             stateful_step_count=50,
             derandomize=True,
             database=None,
