@@ -90,7 +90,8 @@ class SteppedCache:
         except BaseException:
             self._manager.crop(sequence, held)
             raise
-        return torch.cat(logits)[None]
+        # Joining copies, and the logits of a long text are large: 379 MB for 1,929 tokens of SmolLM2.
+        return (logits[0] if len(logits) == 1 else torch.cat(logits))[None]
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as stored, each `[1, kv_heads, length, head_dim]`, keys rotated to their positions.
