@@ -1,6 +1,7 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -17,14 +18,13 @@ from kvine.engine.resources import default_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ConfigError, RequestError
-from kvine.hub import ModelSource, resolve
+from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
 from kvine.text.stream import TextStream
 from kvine.text.tokenizer import load_tokenizer
 
-DEFAULT_MODEL = "smollm2-135m"
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -86,10 +86,12 @@ class TextGeneration(Iterator[str]):
         self._first = self._latest = self._began
         self._cached_tokens = 0
         self.request_id = engine.add(prompt_ids, params, stop=self._text)
+        # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
+        weakref.finalize(self, llm._forgotten.append, (engine, self.request_id)).atexit = False
 
     def __next__(self) -> str:
         while self._last is None:
-            if self._cancelled:
+            if self._cancelled or not self._engine.busy:
                 self.close()
                 break
             self._llm._pump(self._engine)
@@ -132,7 +134,7 @@ class TextGeneration(Iterator[str]):
         if self._last is None:
             self._engine.abort(self.request_id)
             self._llm._drain(self._engine)
-        if self._last is None:  # Ctrl-C in a model call has dropped it, so no event is coming
+        if self._last is None:  # Ctrl-C between a step and its delivery: no event is coming
             self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
 
     def cancel(self) -> None:
@@ -194,7 +196,8 @@ class LLM:
         self.engine = build_engine(self.engine_config, self.parts)
         self.dense = DenseRunner(self.model.decoder, dense_attention(self.model, self.cache_config), self.model.device)
         self.cache_free_engine = cache_free_engine(self.parts, self.dense)
-        self._live: dict[tuple[int, int], TextGeneration] = {}
+        self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
+        self._forgotten: list[tuple[Engine, int]] = []
 
     # -- text in, text out --------------------------------------------------------------------------------------------
 
@@ -315,6 +318,7 @@ class LLM:
         Returns:
             Logits, [1, N, vocabulary] fp32 (or [1, 1, vocabulary]), and the cache to continue from.
         """
+        self._end_forgotten()
         if cache is None:
             assert isinstance(self.parts.runner, Runner)
             cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
@@ -334,6 +338,7 @@ class LLM:
         return checked_ids(self.encode(prompt), self.parts.vocab_size)
 
     def _start(self, prompt_ids: list[int], params: SamplingParams, use_cache: bool) -> TextGeneration:
+        self._end_forgotten()
         engine = self.engine if use_cache else self.cache_free_engine
         request = TextGeneration(self, engine, prompt_ids, params)
         self._live[id(engine), request.request_id] = request
@@ -341,7 +346,14 @@ class LLM:
 
     def _pump(self, engine: Engine) -> None:
         """One step; hands each event to the request that it belongs to."""
+        self._end_forgotten()
         self._deliver(engine, engine.step())
+
+    def _end_forgotten(self) -> None:
+        """Ends requests whose `TextGeneration` nobody holds any more; finished ones are known to have ended."""
+        while self._forgotten:
+            engine, request_id = self._forgotten.pop()
+            engine.abort(request_id)
 
     def _drain(self, engine: Engine) -> None:
         """Delivers what needs no step, such as the end of an aborted request."""
@@ -353,4 +365,4 @@ class LLM:
             if (request := self._live.get(key)) is not None:
                 request.receive(event)
                 if event.finish_reason is not None:
-                    del self._live[key]
+                    self._live.pop(key, None)

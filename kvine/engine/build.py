@@ -47,7 +47,7 @@ def standard_parts(
         model: the loaded model.
         cache: how the past is kept.
         config: how requests share the model.
-        vocab_size: ids that the tokenizer knows.
+        vocab_size: ids that the tokenizer knows; no other is ever sampled.
         eos_ids: ids that end a text beside those of the model's own config.
 
     Raises:
@@ -70,13 +70,12 @@ def standard_parts(
         softcap=model.config.attention_softcap,
     )
     endless = all(spec.window is not None for spec in specs) and cache.sink_rule == "in_cache"
-    vocab_size = min(vocab_size, model.config.vocab_size)
     return EngineParts(
         manager,
         Runner(model.decoder, attention, manager, model.device),
-        Sampler(vocab_size),
+        Sampler(min(vocab_size, model.config.vocab_size)),
         frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
-        vocab_size,
+        model.config.vocab_size,
         None if endless else model.config.max_context,
         lambda salt: namespace_key(model.fingerprint, dtype, specs, salt=salt),
     )

@@ -62,7 +62,7 @@ class EngineParts:
     Attributes:
         manager, runner, sampler: see there.
         eos_ids: ids that end a text, of the generation config and the tokenizer joined.
-        vocab_size: ids that a prompt may hold.
+        vocab_size: ids that a prompt may hold: the model's, padding included.
         max_context: most tokens of prompt and output; None where a window with moved sinks has no end.
         namespace: key of the tree of blocks that requests with a given salt share.
     """
