@@ -1,6 +1,6 @@
 """Times Kvine and transformers side by side on one model: same file, same dtype, same prompts, in turns.
 
-Prints a table, or one JSON object with --json. Ratios are of medians; absolute times belong to the machine and its hour.
+Prints a table, or one JSON object with --json. Ratios are of medians; absolute times belong to the machine.
 
     python benchmarks/beside_transformers.py --dtype bf16 --rounds 3
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvine.evidence.prompts import LONG_PROMPT, SHORT_PROMPT
+from kvine.evidence.prompts import DEFAULT_PROMPT, QUESTION
 from kvine.hub import DEFAULT_MODEL, ModelSource
 from kvine.llm import LLM
 
@@ -81,7 +81,7 @@ def main() -> None:
         "transformers": lambda ids: time_transformers(peer, ids, options.steps),
     }
     rows = []
-    for name, prompt in (("short", SHORT_PROMPT), ("long", LONG_PROMPT)):
+    for name, prompt in (("short", QUESTION), ("long", DEFAULT_PROMPT)):
         ids = llm.encode(prompt)
         times: dict[str, list[tuple[float, float]]] = {engine: [] for engine in engines}
         for round_number in range(options.rounds + 1):  # the first round warms up and is not counted
