@@ -275,6 +275,7 @@ ENDLESS = [
     "{% set ns.b = (ns.b, ns.b) %}{% endfor %}{{ ns.a == ns.b }}",
     "{% macro two(to) %}{% set to.s = varargs %}{% endmacro %}{% set a = namespace(s=1) %}{% set b = namespace(s=1) %}"
     "{% for i in range(60) %}{{ two(a, a.s, a.s) }}{{ two(b, b.s, b.s) }}{% endfor %}{{ a.s == b.s }}",
+    "{{ cycler(1, 2).items }}",  # another way to a container that holds the same one twice
     "{{ 'a' * 10 ** 12 }}",
     "{{ 2 ** 100000 }}",
     "{% set ns = namespace(n=10) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n }}",

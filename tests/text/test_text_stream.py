@@ -215,3 +215,11 @@ def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
     assert seconds(2_000) < 4 * early + 0.05  # decoding 340,000 characters each time would take 10 s
     stream.finish()
     assert stream.text == "abcdefgh" * 44_000
+
+
+def test_a_stop_string_that_came_too_early_is_shown_at_once() -> None:
+    stream = TextStream(ScriptedTokens(["an END", " of"]), ["END"], min_tokens=2)
+    assert not stream.append(0)
+    assert stream.take() == "an END"
+    assert not stream.append(1)
+    assert stream.finish() == " of"

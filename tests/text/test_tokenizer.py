@@ -69,6 +69,19 @@ def test_pieces_are_for_people(byte_tokenizer: Tokenizer) -> None:
     assert shown("天") == ["天"]
 
 
+def test_an_added_token_is_text_as_it_stands() -> None:
+    """Also where each of its characters stands for a byte in the byte alphabet."""
+    tokenizer = gguf(byte_level(["é", "<｜end｜>"]))
+    ids = tokenizer.encode("aé<｜end｜>b")
+    assert ids[1:3] == [0, 1]
+    assert tokenizer.decode(ids, skip_special=False) == "aé<｜end｜>b"
+
+
+def test_qwen_composes_characters_first(backend: tokenizers.Tokenizer) -> None:
+    assert gguf(backend, pre="qwen2").encode("e\u0301") == gguf(backend, pre="qwen2").encode("é")
+    assert gguf(backend, pre="smollm").encode("e\u0301") != gguf(backend, pre="smollm").encode("é")
+
+
 def test_d08_ids_beyond_the_tokenizer_are_nothing(byte_tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> None:
     size = backend.get_vocab_size()
     assert byte_tokenizer.vocab_size == size
