@@ -320,14 +320,14 @@ def test_a_row_of_a_real_vocabulary_is_the_same_alone_and_in_company_to_the_bit(
 
 @pytest.mark.parametrize(("varying", "draws"), [("position", 20_000), ("seed", 4_000), ("sample", 4_000)])
 def test_keyed_draws_follow_the_distribution(varying: str, draws: int) -> None:
-    """Chi-square with 5 degrees of freedom: above 35 in 1.5 of a million cases, and the noise is fixed."""
+    """Chi-square with 6 degrees of freedom: above 37 in 1.8 of a million cases, and the noise is fixed."""
     logits = torch.tensor([[1.0, 2.0, -1.0, 0.5, 3.0, 0.0, 2.5, -4.0]])
-    params = SamplingParams(temperature=1.3, top_k=7, top_p=0.97, logit_bias={4: -0.7}, min_p=0.02)
+    params = SamplingParams(temperature=1.3, min_p=0.02)
     places = {"position": lambda i: (range(i), 11, 0), "seed": lambda i: ((), i, 0), "sample": lambda i: ((), 11, i)}
     rows = [SampleRow(params, (), *places[varying](i)) for i in range(draws)]
     counts = np.bincount(tokens(Sampler(8).sample(logits.expand(draws, -1), rows)), minlength=8)
     weights = expected_distribution(expected_scores(logits[0].tolist(), params), params)
     assert set(np.flatnonzero(counts)) == set(weights)
-    assert len(weights) == 6
+    assert len(weights) == 7
     expected = {i: draws * weight / math.fsum(weights.values()) for i, weight in weights.items()}
-    assert sum((counts[i] - n) ** 2 / n for i, n in expected.items()) < 35
+    assert sum((counts[i] - n) ** 2 / n for i, n in expected.items()) < 37
