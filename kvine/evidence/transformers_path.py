@@ -1,6 +1,8 @@
 """The path that shares no line with Kvine: transformers' own `generate`, loaded from the same file."""
 
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -41,7 +43,8 @@ class TransformersPath:
                 "quantization_config": transformers.GgufConfig(dequantize=True),
             }
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True)
+            with redirect_stderr(io.StringIO()):  # its bars cannot all be turned off, and would run into ours
+                model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True)
         except Exception as error:  # whatever a library of that size may raise
             raise PathUnavailableError(f"transformers cannot load it: {type(error).__name__}: {error}") from error
         self._model: Any = model.to(device).eval()
