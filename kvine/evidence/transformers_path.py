@@ -64,6 +64,7 @@ class TransformersPath:
             held[0, text[len(chosen) - 1]] = 0
             return held
 
+        on_step(0)  # loaded
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
         self._model.generate(
             ids,
