@@ -44,15 +44,19 @@ class TransformersPath:
             }
         try:
             with redirect_stderr(io.StringIO()):  # its bars cannot all be turned off, and would run into ours
-                model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True)
+                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                    **where, dtype=dtype, local_files_only=True, output_loading_info=True
+                )
         except Exception as error:  # whatever a library of that size may raise
             raise PathUnavailableError(f"transformers cannot load it: {type(error).__name__}: {error}") from error
+        if missing := sorted(loading["missing_keys"]):  # it would fill these at random
+            raise PathUnavailableError(f"transformers does not find {len(missing)} tensors of it, such as {missing[0]}")
         self._model: Any = model.to(device).eval()
         self._model.generation_config = transformers.GenerationConfig()  # no EOS, no sampling, no length of its own
 
     @torch.inference_mode()
     def run(self, prompt_ids: Sequence[int], text: Sequence[int], vocab_size: int, on_step: Step) -> Record:
-        """Generates greedily by transformers' own cache, held to `text`."""
+        """Generates greedily by transformers' own cache, held to `text`; PathUnavailableError where that fails."""
         chosen: list[int] = []
         logits: list[Tensor] = []
 
@@ -66,12 +70,15 @@ class TransformersPath:
 
         on_step(0)  # loaded
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
-        self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=len(text),
-            pad_token_id=0,
-            logits_processor=self._transformers.LogitsProcessorList([hold]),
-        )
+        try:
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=len(text),
+                pad_token_id=0,
+                logits_processor=self._transformers.LogitsProcessorList([hold]),
+            )
+        except Exception as error:
+            raise PathUnavailableError(f"transformers cannot run it: {type(error).__name__}: {error}") from error
         return Record(chosen, torch.stack(logits))

@@ -6,6 +6,7 @@ import broken_parts
 import pytest
 import torch
 from broken_parts import Fault, with_fault
+from safetensors.torch import load_file, save_file
 from tiny_models import Subject, random_prompt, write_checkpoint
 
 from kvine.config import CacheConfig
@@ -44,9 +45,9 @@ def test_healthy_windows_and_sinks_raise_no_alarm(tmp_path: Path, sink_rule: str
     assert set(verdicts(run(subject, random_prompt(40), 12)[0]).values()) == {"identical"}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_transformers_agrees(tmp_path: Path, dtype: str) -> None:
-    source = write_checkpoint(tmp_path, "qwen3")
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "fp32"), ("qwen3", "bf16"), ("gemma3", "fp32")])
+def test_transformers_agrees(tmp_path: Path, kind: str, dtype: str) -> None:
+    source = write_checkpoint(tmp_path, kind)
     subject = Subject.load(source, dtype)
     other = TransformersPath(source, subject.model.dtype, subject.model.device)
     runs, _ = run(subject, random_prompt(37), 12, other.run)
@@ -120,6 +121,15 @@ def test_a_wrong_oracle_is_a_fault_and_a_missing_one_is_not(tmp_path: Path) -> N
 
     last = run(subject, random_prompt(9), 4, unavailable)[0][-1]
     assert (last.verdict, last.identical, last.reason) == ("not run", None, "transformers is not installed")
+
+
+def test_a_checkpoint_that_transformers_would_fill_at_random_is_not_run(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PathUnavailableError, match=r"1 tensors of it, such as model\.layers\.1\.mlp\.up_proj"):
+        TransformersPath(source, torch.float32, torch.device("cpu"))
 
 
 def test_what_does_not_fit_is_refused_before_it_runs(tmp_path: Path) -> None:
