@@ -139,6 +139,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.remove(request)
+            self.parts.runner.give_back()
             self._pending.append(Event(request_id, finish_reason="abort"))
 
     @property
@@ -174,7 +175,9 @@ class Engine:
             if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
                 self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
         self._report(step, began)
-        return events + [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
+        events += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
+        self.parts.runner.give_back()
+        return events
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class SteppedCache:
         self._max_context = max_context
         self._manager: CacheManager = runner.manager
         self._sequence = sequence or self._manager.open(())
-        self._close = weakref.finalize(self, self._manager.release, self._sequence, keep_tail=False)
+        self._close = weakref.finalize(self, _free, runner, self._sequence)
 
     def __len__(self) -> int:
         return self._sequence.num_tokens
@@ -131,3 +131,8 @@ class SteppedCache:
     def _place(self, number: int) -> tuple[int, int, int]:
         place = self._runner.attention.layers[number]
         return place.group, place.index, self._manager.block_size
+
+
+def _free(runner: Runner, sequence: CachedSequence) -> None:
+    runner.manager.release(sequence, keep_tail=False)
+    runner.give_back()
