@@ -12,10 +12,12 @@ from typer.core import TyperGroup
 
 from kvine import __version__
 from kvine.cli.chat import chat
+from kvine.cli.experiment import experiment
 from kvine.cli.generate import generate
 from kvine.cli.models import models
 from kvine.cli.pull import pull
 from kvine.cli.terminal import show_error
+from kvine.cli.verify import verify
 from kvine.errors import KvineError
 
 MISTAKE = 2
@@ -59,6 +61,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(pull)
 app.command()(models)
+app.command()(verify)
+app.add_typer(experiment, name="experiment")
 
 
 def main() -> None:
