@@ -16,6 +16,7 @@ from torch import Tensor
 from kvine.cache.codec import encode, storage_dtype
 from kvine.cache.manager import BlockCopy
 from kvine.cache.spec import CacheSpec
+from kvine.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class KVPool:
         num_blocks: blocks that the address space holds.
         compute: dtype of the K and V that come in.
         device: where the memory is.
+
+    Raises:
+        ConfigError: if the system does not grant the memory.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, compute: torch.dtype, device: torch.device) -> None:
@@ -97,9 +101,17 @@ class KVPool:
 
     def _reserve(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         count = math.prod(shape)
-        if device.type != "cpu" or not count:
+        try:
+            if device.type == "cpu" and count:
+                return self._map(shape, count, dtype)
             self._maps.append(None)
             return torch.zeros(shape, dtype=dtype, device=device)
+        except (OSError, OverflowError, RuntimeError) as error:
+            raise ConfigError(
+                f"The system refuses {count * dtype.itemsize:,} bytes for the cache ({error}): lower kv_memory."
+            ) from None
+
+    def _map(self, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
         # Private, for the system keeps the pages of a shared mapping even when no process looks at them any more.
         private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
         mapped = mmap.mmap(-1, count * dtype.itemsize, **private)

@@ -11,6 +11,7 @@ from kvine.cache.codec import encode, storage_dtype
 from kvine.cache.manager import BlockCopy
 from kvine.cache.pool import KVPool
 from kvine.cache.spec import CacheSpec
+from kvine.errors import ConfigError
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -194,3 +195,10 @@ def test_check_finds_a_damaged_pool(damage: object) -> None:
     damage(pool)  # type: ignore[operator]
     with pytest.raises(AssertionError):
         pool.check()
+
+
+def test_memory_that_the_system_refuses_is_a_mistake_of_the_user() -> None:
+    spec = CacheSpec(layers=(0,), num_kv_heads=1, head_dim=64)
+    for num_blocks in (2**50, 2**60):
+        with pytest.raises(ConfigError, match="lower kv_memory"):
+            KVPool(spec, num_blocks, torch.float32, torch.device("cpu"))
