@@ -160,6 +160,19 @@ def test_c11_a_long_prompt_never_withholds_a_running_request_its_next_token() ->
         assert [len(outcomes[r].tokens) for r in running] == [n + 1 for n in before]
 
 
+def test_who_gave_way_comes_back_before_those_who_came_later_and_the_oldest_never_gives_way() -> None:
+    engine = fake_engine(blocks=11, max_running=2)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    first, second, third = (engine.add([n, 1, 2], params) for n in range(3))
+    outcomes: dict[int, Outcome] = {}
+    while not engine.scheduler.num_preemptions:
+        collect(engine.step(), outcomes)
+    assert [request.id for request in engine.scheduler.running] == [first]
+    assert [request.id for request in engine.scheduler.waiting] == [second, third]
+    drain(engine, outcomes)
+    assert [outcomes[i].tokens for i in (first, second, third)] == [expected([n, 1, 2], params) for n in range(3)]
+
+
 @pytest.mark.parametrize("chunk", range(1, 13))
 def test_c13_chunks_of_every_size_with_a_hit_that_ends_inside_one(chunk: int) -> None:
     prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
