@@ -26,28 +26,28 @@ class RotaryEmbedding:
         self._frequencies = torch.tensor(inverse_frequencies(config, length), dtype=torch.float64, device=where)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine at `positions` [N] (integers), each fp32 [N, rotary_dim // 2], times the kind's scaling."""
+        """What `rotate` needs at `positions` [N] (integers): two fp32 tensors [N, 1, rotary_dim].
+
+        The cosines stand there twice, once for each half; the sines with a minus for the first half and a plus for the
+        second. Both are times the kind's scaling.
+        """
         angles = torch.outer(positions.to(self._frequencies), self._frequencies)  # [N, rotary_dim // 2]
         cos, sin = angles.cos(), angles.sin()
         if self.scaling != 1.0:
             cos, sin = cos * self.scaling, sin * self.scaling
-        return cos.to(self._device, torch.float32), sin.to(self._device, torch.float32)
+        both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        cos, sin = (half.to(self._device, torch.float32).unsqueeze(1) for half in both)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads of `x` [N, H, D] by `cos` and `sin` (fp32 [N, R // 2]); returns a new tensor of x's dtype.
+    """Rotate the heads of `x` [N, H, D] by the `cos` and `sin` of `cos_sin`; returns a new tensor of x's dtype.
 
     Dimension i is paired with i + R // 2 (half-split pairs, as transformers and GPT-NeoX do); dimensions from R on
     pass through. Computed in fp32 whatever the dtype of `x`.
     """
-    pairs = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [N, 1, R // 2]
+    rotary = cos.shape[-1]
+    if rotary < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary], cos, sin), x[..., rotary:]), dim=-1)
     x32 = x.float()
-    first, second = x32[..., :pairs], x32[..., pairs : 2 * pairs]
-    parts = [
-        torch.addcmul(first * cos, second, sin, value=-1),
-        torch.addcmul(second * cos, first, sin),
-    ]
-    if 2 * pairs < x.shape[-1]:
-        parts.append(x32[..., 2 * pairs :])
-    return torch.cat(parts, dim=-1).to(x.dtype)
+    return torch.addcmul(x32 * cos, x32.roll(rotary // 2, -1), sin).to(x.dtype)

@@ -291,11 +291,12 @@ def test_angles_are_exact_far_out():
     config = RopeConfig(10_000.0, 128)
     positions = torch.tensor([1_000_003])
     cos, sin = RotaryEmbedding(config, torch.device("cpu")).cos_sin(positions)
-    assert cos.shape == sin.shape == (1, 64) and cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (1, 1, 128) and cos.dtype == sin.dtype == torch.float32
     for pair in range(64):
         angle = 1_000_003 * 10_000.0 ** (-2 * pair / 128)
-        assert abs(cos[0, pair].item() - math.cos(angle)) < 1e-7
-        assert abs(sin[0, pair].item() - math.sin(angle)) < 1e-7
+        assert abs(cos[0, 0, pair].item() - math.cos(angle)) < 1e-7
+        assert abs(sin[0, 0, pair + 64].item() - math.sin(angle)) < 1e-7
+        assert cos[0, 0, pair + 64] == cos[0, 0, pair] and sin[0, 0, pair] == -sin[0, 0, pair + 64]
 
 
 def test_scores_depend_on_the_distance_alone():

@@ -297,11 +297,13 @@ def test_e10_auto_is_no_slow_choice(stored: torch.dtype):
         for rows in (1, 8, 64):
             input_ids = positions = torch.arange(rows)
             least = dict.fromkeys(models, float("inf"))
-            for _ in range(8):
+            for _ in range(60):  # least times, taken until a busy machine has let both run undisturbed
                 for name, loaded in models.items():
                     start = time.thread_time()
                     loaded.decoder.forward(input_ids, positions, lambda layer, q, k, v: q)
                     least[name] = min(least[name], time.thread_time() - start)
+                if least["auto"] <= 1.5 * least["fp32"]:
+                    break
             assert least["auto"] <= 2 * least["fp32"], (rows, least)
     finally:
         torch.set_num_threads(threads)
