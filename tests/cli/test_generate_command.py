@@ -13,7 +13,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(generate, tiny):
     expected = LLM(str(tiny), threads=1).generate(PROMPT, SamplingParams(max_tokens=10, ignore_eos=True)).text
     ended = generate(PROMPT, *TEN)
     assert (ended.code, ended.out) == (0, expected + "\n")
-    assert "fp32 as stored" in ended.err
+    assert "fp32 for weights stored as F32" in ended.err
     assert "prompt: 9 tokens, 0 reused, 9 computed" in ended.err
     assert "answer: 10 tokens" in ended.err
     assert "length" in ended.err

@@ -53,7 +53,7 @@ class NoRotation:
     """Keys are hashed by position, so nothing needs to be rotated."""
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones(len(positions), 1), torch.zeros(len(positions), 1)
+        return torch.ones(len(positions), 1, 2), torch.zeros(len(positions), 1, 2)
 
 
 def mixed(states: np.ndarray, positions: np.ndarray, query_position: int) -> int:
