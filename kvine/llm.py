@@ -17,7 +17,7 @@ from kvine.engine.request import Event, FinishReason, checked_ids
 from kvine.engine.resources import default_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
-from kvine.errors import ConfigError, RequestError
+from kvine.errors import ConfigError, ContextLengthError, RequestError
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
@@ -302,8 +302,14 @@ class LLM:
 
         Returns:
             [1, N, vocabulary] fp32, or [1, 1, vocabulary].
+
+        Raises:
+            ContextLengthError: if the text is longer than the model's context.
         """
-        return self.dense.logits(self._ids(prompt), last=last)[None]
+        ids, context = self._ids(prompt), self.parts.max_context
+        if context is not None and len(ids) > context:
+            raise ContextLengthError(f"{len(ids)} tokens do not fit the model's context of {context}.")
+        return self.dense.logits(ids, last=last)[None]
 
     def forward(
         self, ids: Prompt | Tensor, cache: SteppedCache | None = None, *, last: bool = False

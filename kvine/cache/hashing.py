@@ -19,7 +19,7 @@ def framed(parts: Iterable[bytes | str | None]) -> bytes:
     """Joins parts so that the result tells where each ends, and None from empty."""
     out = bytearray()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         out += b"-" if data is None else b"+" + len(data).to_bytes(8, "little") + data
     return bytes(out)
 

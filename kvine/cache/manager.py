@@ -63,7 +63,7 @@ class CacheManager:
         self.num_evictions = 0
         self._sequences: set[CachedSequence] = set()
         self._pinned_sources: list[tuple[int, int]] = []
-        self._clock = 0
+        self.num_releases = 0
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -87,6 +87,16 @@ class CacheManager:
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
         return sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True)) <= self.budget
+
+    def max_chunk(self, num_tokens: int, most: int) -> int:
+        """Most tokens a step may compute of a sequence that grows to num_tokens, at most `most`; 0 if it fits never."""
+        if self.fits_ever(num_tokens, most):
+            return most
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits_ever(num_tokens, middle) else (low, middle)
+        return low
 
     def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
         """Whether `sequence` could grow to num_tokens tokens with what is free or cached now."""
@@ -263,8 +273,8 @@ class CacheManager:
             self.index.prune(self.pools[group].withdraw(block, group))
 
     def _release_block(self, group: int, block: int) -> None:
-        self._clock += 1
-        self.pools[group].release(block, self._clock)
+        self.num_releases += 1
+        self.pools[group].release(block, self.num_releases)
 
     def _release_from(self, sequence: CachedSequence, start: int) -> None:
         """Lets go of blocks from `start` on, the last of every group first: tails are evicted before heads."""

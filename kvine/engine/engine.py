@@ -124,6 +124,7 @@ class Engine:
             seed=fresh_seed() if params.seed is None else params.seed,
             namespace=self.parts.namespace(salt),
             limit=limit,
+            chunk=self.manager.max_chunk(limit - 1, self.config.max_step_tokens),
             limit_detail=detail,
             stop=stop,
         )
@@ -174,15 +175,21 @@ class Engine:
             assert item.request.sequence is not None
             if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
                 self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
-        self._report(step, began)
+        call = self._call(step, began)
         events += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
         self.parts.runner.give_back()
+        if self.on_call is not None:
+            try:
+                self.on_call(call)
+            except BaseException:  # the caller's function has failed, not the step
+                self._pending = events
+                raise
         return events
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
-        length, chunk = len(prompt_ids), self.config.max_step_tokens
+        length = len(prompt_ids)
         context = self.parts.max_context
         needs_room = params.max_tokens != 0
         if context is not None and length + needs_room > context:
@@ -190,7 +197,7 @@ class Engine:
                 f"The prompt has {length} tokens and the model's context {context}, which leaves no room for an "
                 "answer: shorten the prompt, or keep a window with in_cache sinks."
             )
-        if not self.manager.fits_ever(length, chunk):
+        if not self.manager.fits_ever(length, 1):
             raise ContextLengthError(
                 f"The prompt has {length} tokens, more than the cache of {self.manager.budget:,} bytes can hold: "
                 "raise kv_memory or shorten the prompt."
@@ -199,11 +206,11 @@ class Engine:
         detail = f"The model's context of {context} tokens is full: shorten the prompt, or keep a window with sinks."
         if params.max_tokens is not None:
             limit = min(limit, length + params.max_tokens)
-        if not self.manager.fits_ever(limit - 1, chunk):  # the last token is never fed, so never cached
+        if not self.manager.fits_ever(limit - 1, 1):  # the last token is never fed, so never cached
             low, high = length, limit - 1
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if self.manager.fits_ever(middle, chunk) else (low, middle)
+                low, high = (middle, high) if self.manager.fits_ever(middle, 1) else (low, middle)
             limit = low + 1
             detail = f"The cache of {self.manager.budget:,} bytes is full at {low} tokens: raise kv_memory."
         return limit, detail
@@ -251,17 +258,11 @@ class Engine:
         self._end(request)
         return [Event(request.id, finish_reason="error", error=error)]
 
-    def _report(self, step: Sequence[Scheduled], began: float) -> None:
-        number = next(self._calls)
-        if self.on_call is None:
-            return
-        lengths = tuple(item.request.num_computed for item in step)
-        self.on_call(
-            ModelCall(
-                number,
-                tuple((item.start, item.start + item.count) for item in step),
-                lengths,
-                self.manager.bytes_referenced,
-                (time.perf_counter() - began) * 1e3,
-            )
+    def _call(self, step: Sequence[Scheduled], began: float) -> ModelCall:
+        return ModelCall(
+            next(self._calls),
+            tuple((item.start, item.start + item.count) for item in step),
+            tuple(item.request.num_computed for item in step),
+            self.manager.bytes_referenced,
+            (time.perf_counter() - began) * 1e3,
         )

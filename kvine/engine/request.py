@@ -66,6 +66,7 @@ class Request:
         seed: of its noise.
         namespace: key of the tree of blocks that it may share.
         limit: most tokens, prompt and output together.
+        chunk: most tokens that one step computes of it, so that what a window has to hold meanwhile fits the cache.
         limit_detail: what to say when `limit`, and not max_tokens, ends it.
         stop: watches for stop strings.
     """
@@ -79,6 +80,7 @@ class Request:
         seed: int,
         namespace: bytes,
         limit: int,
+        chunk: int,
         limit_detail: str,
         stop: StopChecker | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class Request:
         self.seed = seed
         self.namespace = namespace
         self.limit = limit
+        self.chunk = chunk
         self.limit_detail = limit_detail
         self.stop = stop
         self.prompt_ids = list(prompt_ids)

@@ -40,6 +40,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
+        self._blocked: tuple[int, int] | None = None  # who could not be admitted, after how many releases
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -67,13 +68,13 @@ class Scheduler:
         catching_up = [r for r in self.running if r.num_tokens - r.num_computed > 1]
         preempted = False
         for request in decoding + catching_up:
-            count = min(budget, request.num_tokens - request.num_computed)
+            count = min(budget, request.chunk, request.num_tokens - request.num_computed)
             if not count or request not in self.running:  # no budget left, or preempted in this very step
                 continue
             while not self._reserve(request, count):
                 preempted = True
                 victim = self.running[-1]
-                dropped = step.pop(victim, None)
+                dropped = step.pop(victim, None)  # a younger one may decode in this step already
                 budget += dropped.count if dropped else 0
                 self._preempt(victim)
                 if victim is request:
@@ -83,11 +84,14 @@ class Scheduler:
                 budget -= count
         while self.waiting and budget and not preempted and len(self.running) < self.config.max_running:
             request = self.waiting[0]
+            if self._blocked == (request.id, self.manager.num_releases):
+                break  # looking its prompt up again would find no more room than before
             if not self._admit(request, budget):
+                self._blocked = (request.id, self.manager.num_releases)
                 break
             self.waiting.popleft()
             self.running.append(request)
-            count = min(budget, request.num_tokens - request.num_computed)
+            count = min(budget, request.chunk, request.num_tokens - request.num_computed)
             step[request] = Scheduled(request, request.num_computed, count)
             budget -= count
         return list(step.values())
@@ -104,8 +108,8 @@ class Scheduler:
         # Copying a partly matching block needs room for both; where there is none, its tokens are computed instead.
         for length in (sequence.num_tokens, sequence.num_tokens - remainder):
             self.manager.crop(sequence, length)
-            count = min(budget, request.num_tokens - sequence.num_tokens)
-            fits = self.manager.fits_now(sequence, request.num_tokens, self.config.max_step_tokens)
+            count = min(budget, request.chunk, request.num_tokens - sequence.num_tokens)
+            fits = self.manager.fits_now(sequence, request.num_tokens, request.chunk)
             if fits and self._reserve(request, count):
                 if request.cached_tokens is None:
                     request.cached_tokens = sequence.num_tokens

@@ -69,17 +69,19 @@ class SteppedCache:
         total = held + len(token_ids)
         if self._max_context is not None and total > self._max_context:
             raise ContextLengthError(f"{total} tokens do not fit the model's context of {self._max_context}.")
-        request = Request(
-            -1, [*self.tokens, *token_ids], SamplingParams(), seed=0, namespace=b"", limit=total, limit_detail=""
-        )
+        chunk = self._manager.max_chunk(total, self._config.max_step_tokens)
+        if not chunk:
+            raise ContextLengthError(f"The cache can never hold {total} tokens: raise kv_memory.")
+        ids = [*self.tokens, *token_ids]
+        request = Request(-1, ids, SamplingParams(), seed=0, namespace=b"", limit=total, chunk=chunk, limit_detail="")
         request.sequence = sequence
         logits = []
         try:
-            for start in range(held, total, self._config.max_step_tokens):
-                count = min(self._config.max_step_tokens, total - start)
+            for start in range(held, total, chunk):
+                count = min(chunk, total - start)
                 # Room for all of it before the first chunk is kept: a window lets go of what no crop could bring back.
                 room = self._manager.reserve(sequence, count)
-                if not (room and self._manager.fits_now(sequence, total, self._config.max_step_tokens)):
+                if not (room and self._manager.fits_now(sequence, total, chunk)):
                     raise ContextLengthError(f"The cache has no room for {total} tokens: raise kv_memory.")
                 step = Scheduled(request, start, count)
                 if not last or step.samples:

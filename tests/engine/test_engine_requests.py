@@ -12,6 +12,7 @@ from fakes import (
     HashModel,
     Outcome,
     ScriptedModel,
+    View,
     cache_free_output,
     collect,
     drain,
@@ -25,7 +26,7 @@ from fakes import (
 from torch import Tensor
 
 from kvine.config import EngineConfig
-from kvine.engine.engine import Engine
+from kvine.engine.engine import Engine, ModelCall
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError, StepError
 from kvine.sampling.params import SamplingParams
@@ -37,12 +38,12 @@ def expected(prompt: Sequence[int], params: SamplingParams = LONG) -> list[int]:
     return cache_free_output(prompt, params, seed=params.seed or 0)[0]
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 18, 19, 20, 21, 36])
+@pytest.mark.parametrize("length", [15, 20, 21, 23, 24, 27, 28, 29, 36])
 def test_c01_what_can_never_fit_is_refused_and_those_behind_it_run(length: int) -> None:
-    engine = fake_engine(blocks=10, budget=2_048)  # five blocks of each group: 20 tokens
+    engine = fake_engine(blocks=10, budget=2_048)  # three blocks hold any window of 6, and seven are left: 28 tokens
     behind = [[0, 1, 2], [2, 1]]
     prompt = [1] * length
-    if length > 20:
+    if length > 28:
         with pytest.raises(ContextLengthError, match="kv_memory"):
             engine.add(prompt, LONG)
         outcomes = serve(engine, behind, LONG)
@@ -51,9 +52,9 @@ def test_c01_what_can_never_fit_is_refused_and_those_behind_it_run(length: int) 
         ids = [engine.add(p, LONG) for p in behind]
         done = drain(engine)
         outcomes = [done[i] for i in ids]
-        # The last token is never fed, so 20 cached tokens make room for a text of 21.
-        assert done[request_id].tokens == expected(prompt)[: 21 - length]
-        assert done[request_id].reason == ("length" if length + 8 <= 21 else "context")
+        # The last token is never fed, so 28 cached tokens make room for a text of 29.
+        assert done[request_id].tokens == expected(prompt)[: 29 - length]
+        assert done[request_id].reason == ("length" if length + 8 <= 29 else "context")
         assert "kv_memory" in (done[request_id].last.detail or "kv_memory")
     assert [o.tokens for o in outcomes] == [expected(p) for p in behind]
     nothing_held(engine)
@@ -275,3 +276,44 @@ def test_memory_held_by_hand_refuses_only_those_who_need_it() -> None:
     by_hand.close()
     assert serve(engine, [[1] * 16], LONG)[0].tokens == expected([1] * 16)[:8]
     nothing_held(engine)
+
+
+def test_chunks_shrink_to_what_a_window_leaves_of_a_small_cache() -> None:
+    """Four blocks of 4 hold any window of 6 and a few tokens more: a text of any length passes through them."""
+    views = (View(window=6),)
+    prompt = [0, 1, 2, 2, 1] * 12
+    engine = fake_engine(views=views, blocks=4)
+    outcome = serve(engine, [prompt], LONG)[0]
+    assert outcome.tokens == cache_free_output(prompt, LONG, seed=0, views=views)[0]
+    assert outcome.reason == "length"
+    nothing_held(engine)
+
+
+def test_a_callback_that_raises_loses_no_token() -> None:
+    engine = fake_engine()
+    request_id = engine.add([0, 1, 2], LONG)
+
+    def complain(call: ModelCall) -> None:
+        raise OSError(f"call {call.step} was the last straw")
+
+    engine.on_call = complain
+    with pytest.raises(OSError, match="call 1"):
+        engine.step()
+    engine.on_call = None
+    assert drain(engine)[request_id].tokens == expected([0, 1, 2])
+
+
+def test_a_blocked_head_is_not_looked_up_again_until_something_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine(blocks=12)
+    first = engine.add([1] * 12, LONG)
+    outcomes: dict[int, Outcome] = {}
+    collect(engine.step(), outcomes)
+    second = engine.add([2] * 16, LONG)
+    lookups = []
+    opened = engine.manager.open
+    monkeypatch.setattr(engine.manager, "open", lambda *given: lookups.append(given) or opened(*given))
+    while first not in outcomes or outcomes[first].reason is None:
+        collect(engine.step(), outcomes)
+    assert 1 <= len(lookups) <= 4  # LONG takes seven more steps; the first one's window releases a block now and then
+    outcomes = drain(engine, outcomes)
+    assert outcomes[second].tokens == expected([2] * 16)
