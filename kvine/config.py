@@ -10,6 +10,9 @@ SinkRule = Literal["absolute", "in_cache"]
 KV_DTYPES = ("exact", "fp32", "fp16", "bf16")
 BACKENDS = ("auto", "sdpa", "reference")
 
+MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
+MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -20,16 +23,23 @@ def parse_bytes(size: int | str) -> int:
         ConfigError: for anything else.
     """
     if isinstance(size, int) and not isinstance(size, bool):
-        number = float(size)
+        number = float(min(size, 2**63))
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", str(size), re.IGNORECASE)
         unit = match.group(2).upper() if match else "?"
         if match is None or unit not in _UNITS:
             raise ConfigError(f"{size!r} is not a size in bytes: write a number such as 536870912, 512MiB or 2GB.")
         number = float(match.group(1)) * _UNITS[unit]
+    if number > 2**62:
+        raise ConfigError("No machine has that much memory: give a smaller size.")
     if number < 1:
         raise ConfigError(f"A size of {size!r} holds nothing: write at least 1 byte.")
     return int(number)
+
+
+def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}: give a whole number from {least} to {most}.")
 
 
 @dataclass(frozen=True)
@@ -59,16 +69,16 @@ class CacheConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"A block holds at least 1 token; block_size is {self.block_size}.")
+        _check_whole("block_size", self.block_size, 1)
+        _check_whole("sink_tokens", self.sink_tokens, 0)
+        if self.window is not None:
+            _check_whole("window", self.window, 1)
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError(f"prefix_caching is {self.prefix_caching!r}: give True or False.")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype {self.kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}.")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"A window holds at least the token itself; window is {self.window}.")
-        if self.sink_tokens < 0:
-            raise ConfigError(f"sink_tokens is {self.sink_tokens}: give 0 or more.")
         if self.sink_tokens and self.window is None:
             raise ConfigError("Sinks need a window: without one every token stays visible. Give window as well.")
         if self.sink_rule not in ("absolute", "in_cache"):
@@ -90,10 +100,8 @@ class EngineConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.max_step_tokens < 1:
-            raise ConfigError(f"A step computes at least 1 token; max_step_tokens is {self.max_step_tokens}.")
-        if self.max_running < 1:
-            raise ConfigError(f"At least 1 request must run; max_running is {self.max_running}.")
+        _check_whole("max_step_tokens", self.max_step_tokens, 1, MOST_STEP_TOKENS)
+        _check_whole("max_running", self.max_running, 1)
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"The attention backend {self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}."

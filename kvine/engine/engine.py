@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvine.cache.manager import CacheManager
 from kvine.config import EngineConfig
+from kvine.engine.interrupt import uninterrupted
 from kvine.engine.outcome import finish_reason, sample_row
 from kvine.engine.request import Event, Request, StopChecker, checked_ids
 from kvine.engine.scheduler import Scheduled, Scheduler
@@ -155,8 +156,9 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Makes one model call and returns what it brought. A call that fails ends its requests with an error event."""
+        with uninterrupted():
+            step = self.scheduler.schedule()
         events = self.take_pending()
-        step = self.scheduler.schedule()
         if not step:
             return events + self._refuse_waiting()
         began = time.perf_counter()
@@ -170,23 +172,32 @@ class Engine:
             self._drop(step)
             self._pending = events + [Event(item.request.id, finish_reason="abort") for item in step]
             raise
+        with uninterrupted():
+            call = self._accept(step, sampled, outcomes, began)
+            self._pending = events + self._pending  # what follows may raise, and must lose nothing
+        if self.on_call is not None:
+            self.on_call(call)
+        return self.take_pending()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _accept(
+        self,
+        step: Sequence[Scheduled],
+        sampled: Sequence[Request],
+        outcomes: Sequence[Sample | KvineError],
+        began: float,
+    ) -> ModelCall:
+        """Makes a step's tokens part of its sequences, and its samples part of its requests."""
         broken = {r for r, outcome in zip(sampled, outcomes, strict=True) if isinstance(outcome, StepError)}
         for item in step:
             assert item.request.sequence is not None
             if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
                 self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
         call = self._call(step, began)
-        events += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
+        self._pending += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
         self.parts.runner.give_back()
-        if self.on_call is not None:
-            try:
-                self.on_call(call)
-            except BaseException:  # the caller's function has failed, not the step
-                self._pending = events
-                raise
-        return events
-
-    # -- inside -------------------------------------------------------------------------------------------------------
+        return call
 
     def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
         length = len(prompt_ids)

@@ -54,11 +54,15 @@ class Runner:
         Returns:
             [M, vocabulary] fp32, in the order of `step`.
         """
-        for copy in self.manager.take_copies():
-            self.attention.pools[copy.group].copy([copy])
+        self.make_copies()
         batch = self.batch(step, all_logits=all_logits)
         hidden = self.decoder.forward(batch.input_ids, batch.positions, self.attention.step(batch), self.observer)
         return self.decoder.logits(hidden[batch.logits_index])
+
+    def make_copies(self) -> None:
+        """Makes the copies that copy on write has asked for since the last call."""
+        for copy in self.manager.take_copies():
+            self.attention.pools[copy.group].copy([copy])
 
     def give_back(self) -> None:
         """Returns the memory of blocks that hold nothing to the system."""

@@ -35,6 +35,11 @@ class SteppedCache:
         self._sequence = sequence or self._manager.open(())
         self._close = weakref.finalize(self, _free, runner, self._sequence)
 
+    @property
+    def runner(self) -> Runner:
+        """Whose cache it is part of."""
+        return self._runner
+
     def __len__(self) -> int:
         return self._sequence.num_tokens
 
@@ -80,8 +85,8 @@ class SteppedCache:
             for start in range(held, total, chunk):
                 count = min(chunk, total - start)
                 # Room for all of it before the first chunk is kept: a window lets go of what no crop could bring back.
-                room = self._manager.reserve(sequence, count)
-                if not (room and self._manager.fits_now(sequence, total, chunk)):
+                room = self._manager.fits_now(sequence, total, chunk)
+                if not (room and self._manager.reserve(sequence, count)):
                     raise ContextLengthError(f"The cache has no room for {total} tokens: raise kv_memory.")
                 step = Scheduled(request, start, count)
                 if not last or step.samples:
@@ -91,6 +96,7 @@ class SteppedCache:
                 self._manager.commit(sequence, request.tokens(start, start + count))
         except BaseException:
             self._manager.crop(sequence, held)
+            self._runner.make_copies()  # a block that was copied on write must be true before it is read again
             raise
         # Joining copies, and the logits of a long text are large: 379 MB for 1,929 tokens of SmolLM2.
         return (logits[0] if len(logits) == 1 else torch.cat(logits))[None]
@@ -131,7 +137,10 @@ class SteppedCache:
         return self._sequence
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        place = self._runner.attention.layers[number]
+        layers = self._runner.attention.layers
+        if not 0 <= number < len(layers):
+            raise RequestError(f"The model has layers 0 to {len(layers) - 1}, and no layer {number}.")
+        place = layers[number]
         return place.group, place.index, self._manager.block_size
 
 

@@ -56,11 +56,12 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The rest of the text, an unfinished character as U+FFFD. To be called once, after the last token."""
+        """The rest of the text, an unfinished character as U+FFFD; after the last token. Once more, it returns ""."""
         if not self._stopped:
             self._feed(self._decoder.decode(b"", final=True))
         if not self._stopped:
             self._release("", self._num_held)
+            self._node = self._root
         return self.take()
 
     def _feed(self, new: str) -> None:
