@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,10 @@ from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine, ModelCall
 from kvine.engine.request import Event, FinishReason, checked_ids
-from kvine.engine.resources import default_threads
+from kvine.engine.resources import checked_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
-from kvine.errors import ConfigError, ContextLengthError, RequestError
+from kvine.errors import ContextLengthError, RequestError
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
@@ -178,9 +179,7 @@ class LLM:
         engine: EngineConfig | None = None,
         threads: int | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise ConfigError(f"At least 1 thread must run; threads is {threads}.")
-        torch.set_num_threads(threads or default_threads())
+        torch.set_num_threads(checked_threads(threads))
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
@@ -235,9 +234,9 @@ class LLM:
         Raises:
             RequestError: if a prompt or parameter is wrong; nothing has been generated then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = _is_one_prompt(prompts)
         several: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(several)
         if len(each) != len(several):
             raise RequestError(
                 f"There are {len(several)} prompts and {len(each)} sets of parameters: give one for each."
@@ -255,7 +254,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True) -> TextGeneration:
         """Generates from one prompt; iterate over the return value for the text as it comes."""
-        return self._start(self.encode(prompt), params or SamplingParams(), use_cache)
+        return self._start(self.encode(prompt), params, use_cache)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True) -> Generation:
         """Answers a conversation, written with the model's own chat template.
@@ -274,11 +273,15 @@ class LLM:
         self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True
     ) -> TextGeneration:
         """Like `chat`, as it comes."""
-        return self._start(self.encode_chat(messages), params or SamplingParams(), use_cache)
+        return self._start(self.encode_chat(messages), params, use_cache)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not hasattr(prompt, "__iter__"):
+            raise RequestError(f"A prompt is a text or a list of token ids, not {prompt!r}.")
+        return list(prompt)
 
     def encode_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added."""
@@ -323,8 +326,14 @@ class LLM:
 
         Returns:
             Logits, [1, N, vocabulary] fp32 (or [1, 1, vocabulary]), and the cache to continue from.
+
+        Raises:
+            RequestError: if there is nothing to compute, or the cache is closed or another LLM's.
+            ContextLengthError: if the model's context or the cache has no room.
         """
         self._end_forgotten()
+        if cache is not None and cache.runner is not self.parts.runner:
+            raise RequestError("This cache belongs to another LLM: begin a new one.")
         if cache is None:
             assert isinstance(self.parts.runner, Runner)
             cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
@@ -343,7 +352,10 @@ class LLM:
             prompt = prompt.flatten().tolist()
         return checked_ids(self.encode(prompt), self.parts.vocab_size)
 
-    def _start(self, prompt_ids: list[int], params: SamplingParams, use_cache: bool) -> TextGeneration:
+    def _start(self, prompt_ids: list[int], params: SamplingParams | None, use_cache: bool) -> TextGeneration:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"Say how to sample with SamplingParams(...), not with {params!r}.")
         self._end_forgotten()
         engine = self.engine if use_cache else self.cache_free_engine
         request = TextGeneration(self, engine, prompt_ids, params)
@@ -372,3 +384,12 @@ class LLM:
                 request.receive(event)
                 if event.finish_reason is not None:
                     self._live.pop(key, None)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Whether it is one text or one list of token ids, numpy's and torch's too, rather than several prompts."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence | np.ndarray | Tensor):
+        raise RequestError(f"Give a prompt (a text or a list of token ids) or a list of prompts, not {prompts!r}.")
+    return len(prompts) > 0 and not isinstance(prompts[0], str | Sequence) and np.ndim(prompts[0]) == 0

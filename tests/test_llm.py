@@ -1,11 +1,14 @@
 """The Python API: text in, text out, and the cache stepped by hand."""
 
 import gc
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import tiny_model
@@ -388,3 +391,79 @@ def test_the_real_model_adds_and_the_cache_changes_nothing() -> None:
     answer = llm.generate("The answer to 2 + 3 is", params)
     assert "5" in answer.text
     assert answer.token_ids == llm.generate("The answer to 2 + 3 is", params, use_cache=False).token_ids
+
+
+def test_a_text_that_ends_inside_a_possible_stop_string_is_returned_whole(llm: LLM) -> None:
+    plain = llm.generate("hello", TEN)
+    almost = SamplingParams(max_tokens=10, ignore_eos=True, stop=(plain.text[-1] + "§",))
+    assert llm.generate("hello", almost).text == plain.text
+    assert "".join(llm.stream("hello", almost)) == plain.text
+
+
+def test_ids_of_numpy_and_torch_are_one_prompt(llm: LLM) -> None:
+    expected = llm.generate([3, 4, 5], TEN).token_ids
+    for prompt in (np.array([3, 4, 5]), torch.tensor([3, 4, 5]), [np.int64(i) for i in (3, 4, 5)], (3, 4, 5)):
+        assert llm.generate(prompt, TEN).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate("a", {"max_tokens": 3}),
+        lambda llm: llm.generate("a", [None, None]),
+        lambda llm: llm.forward("ab")[1].crop(-1),
+        lambda llm: llm.forward("ab")[1].layer(99),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameter_is_said_so(llm: LLM, wrong: Callable[[LLM], object]) -> None:
+    with pytest.raises(RequestError):
+        wrong(llm)
+
+
+def test_a_cache_stays_with_its_llm(th: Checkpoint, llm: LLM) -> None:
+    _, cache = llm.forward("abc")
+    with pytest.raises(RequestError, match="another LLM"):
+        open_llm(th).forward("d", cache)
+    assert len(cache) == 3
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**12, 1.5, "2", True])
+def test_threads_that_no_machine_runs_are_refused(th: Checkpoint, threads: Any) -> None:
+    with pytest.raises(ConfigError, match="threads"):
+        open_llm(th, threads=threads)
+
+
+def test_a_fork_that_has_no_room_to_grow_keeps_its_past(th: Checkpoint) -> None:
+    llm = open_llm(th, cache=CacheConfig(block_size=4, kv_memory="24KiB"), engine=EngineConfig(max_step_tokens=4))
+    _, cache = llm.forward(ids("abcdef"))
+    twin = cache.fork()
+    with pytest.raises(ContextLengthError):
+        llm.forward(ids("x" * 50), twin)
+    for number in range(3):
+        for own, shared in zip(cache.layer(number), twin.layer(number), strict=True):
+            assert torch.equal(own, shared) and own.abs().min() > 0
+    cache.close()
+    twin.close()
+    assert llm.engine.manager.bytes_referenced == 0
+    llm.engine.manager.check()
+
+
+def test_ctrl_c_waits_until_the_bookkeeping_of_a_step_is_done(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("hello", TEN).text
+    stream = llm.stream("hello", TEN)
+    commit = llm.engine.manager.commit
+
+    def interrupted(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        commit(*given)
+
+    monkeypatch.setattr(llm.engine.manager, "commit", interrupted)
+    text = ""
+    with pytest.raises(KeyboardInterrupt):
+        text += next(stream)
+    monkeypatch.undo()
+    llm.engine.manager.check()
+    assert text + "".join(stream) == expected, "the interrupted step's token is lost"
+    assert llm.engine.manager.bytes_referenced == 0

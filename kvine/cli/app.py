@@ -3,6 +3,7 @@
 A command's module loads torch and the model inside the command, so that `kvine --help` answers at once.
 """
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -37,6 +38,12 @@ class Commands(TyperGroup):
         except BrokenPipeError as error:  # the reader has gone, as `head` does: Python must not try to flush again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            show_error(error)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(MISTAKE) from error
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -67,9 +74,11 @@ app.add_typer(experiment, name="experiment")
 
 def main() -> None:
     """Entry point of the `kvine` script."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115, PTH123  # for good
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a character
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a character
     app()
 
 

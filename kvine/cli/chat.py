@@ -133,13 +133,16 @@ class Session:
 
     def _edit(self, arguments: str) -> None:
         number, _, text = arguments.partition(" ")
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > 9:
             raise RequestError("Say which turn to edit and what you say instead: /edit 1 TEXT.")
         self.conversation.check_number(int(number))
         if not text.strip():
             was = self.conversation.turns[int(number) - 1].user
             note(f"turn {number} was: {was}")
-            answer = self._read("instead › ")
+            try:
+                answer = self._read("instead › ")
+            except KeyboardInterrupt:
+                answer = None
             if answer is None or not answer.strip():
                 note("nothing changed")
                 return

@@ -103,17 +103,17 @@ def show_experiment(outcome: "CacheExperiment") -> None:
     )
     table.add_column("path")
     table.add_column("logits")
-    for name in ("total", "first token", "each further", "speedup", "peak memory", "of that beside the model"):
+    for name in ("total, s", "first token, s", "further, ms", "speedup", "peak memory", "beside model"):
         table.add_column(name, justify="right")
     for row in outcome.rows:
         table.add_row(
             row.path,
             row.logits,
-            f"{row.total_ms:,.1f} ms",
-            f"{row.prefill_ms:,.1f} ms",
-            f"{row.decode_ms:,.1f} ms",
+            f"{row.total_ms / 1e3:,.2f}",
+            f"{row.prefill_ms / 1e3:,.2f}",
+            f"{row.decode_ms:,.1f}",
             f"{outcome.speedup(row.logits):.2f}x" if row.path == "cached" else "",
-            "not measured here" if row.peak_bytes is None else human_bytes(row.peak_bytes),
+            "unknown" if row.peak_bytes is None else human_bytes(row.peak_bytes),
             "" if row.own_bytes is None else human_bytes(row.own_bytes),
         )
     lines = [memory_sentence(outcome)]

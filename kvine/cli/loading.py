@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvine.cli.options import CacheOptions, ModelOptions
-from kvine.cli.terminal import waiting
+from kvine.cli.terminal import ended_by_interrupt, waiting
 
 if TYPE_CHECKING:
     from kvine.llm import LLM
@@ -22,7 +22,8 @@ def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
     with FetchProgress() as progress:
         source = resolve(model.model, progress=progress)
     with waiting(f"loading {source.name}"):
-        from kvine.llm import LLM
+        with ended_by_interrupt():
+            from kvine.llm import LLM
 
         return LLM(
             source,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,8 +24,9 @@ def stderr_console() -> "Console":
 
 
 def note(text: str, *, style: str = "dim") -> None:
-    """One line on stderr, never wrapped and taken as it stands."""
-    stderr_console().print(text, style=style, markup=False, soft_wrap=True)
+    """One line on stderr, taken as it stands; wrapped between words at a terminal, and nowhere else."""
+    console = stderr_console()
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def show(renderable: "RenderableType") -> None:
@@ -60,6 +62,16 @@ def write(text: str) -> None:
 def write_json(value: Any) -> None:
     """One JSON object on stdout; strict, without NaN."""
     write(json.dumps(value, allow_nan=False) + "\n")
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Has Ctrl-C end the process at once, for imports of large libraries, which it can leave half made or swallow."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

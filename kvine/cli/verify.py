@@ -28,7 +28,7 @@ def verify(
     """Check that the cache changes nothing: compare it with cache-free computing, and with transformers.
 
     Generates greedily, past any end of text, in four ways, in fp32 and in the compute dtype. A difference counts as
-    rounding only within a bound that is measured; docs/verify.md says how. Takes minutes; --quick takes seconds.
+    rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick about one.
     """
     from kvine.cli.evidence_progress import EvidenceProgress
     from kvine.cli.progress import FetchProgress
@@ -104,6 +104,8 @@ def show_report(report: "Report") -> None:
         lines.append(Text(f"{faults} of {len(report.runs)} runs show a fault.", style="bold red"))
     else:
         outcome = "No fault: all differences are within rounding. The reference is the cache-free path."
+        if any(run.verdict == "not run" for run in report.runs):
+            outcome += " What was not run is not part of this."
         lines.append(Text(outcome, style="green"))
     show_output(table, *lines)
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from kvine.errors import ConfigError
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -18,7 +20,27 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 def default_threads() -> int:
     """Threads to compute with: `OMP_NUM_THREADS` where the user has set it, else one for each usable core."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else usable_cores()
+    if asked.isdecimal() and 0 < int(asked) <= most_threads():
+        return int(asked)
+    return usable_cores()
+
+
+def most_threads() -> int:
+    """More than this help nobody, and some way beyond it the system fails to start them."""
+    return 8 * (os.cpu_count() or 1)
+
+
+def checked_threads(asked: int | None) -> int:
+    """The number of threads asked for, or the default.
+
+    Raises:
+        ConfigError: if it is no whole number from 1 to `most_threads()`.
+    """
+    if asked is None:
+        return default_threads()
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= most_threads():
+        raise ConfigError(f"threads is {asked!r}: give a whole number from 1 to {most_threads()}.")
+    return asked
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:

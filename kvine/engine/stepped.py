@@ -119,7 +119,13 @@ class SteppedCache:
         return [p for p in range(len(self)) if table[p // size] != MISSING]
 
     def crop(self, num_tokens: int) -> int:
-        """Forgets all but the first num_tokens tokens; returns how many are left, fewer where a window lost some."""
+        """Forgets all but the first num_tokens tokens; returns how many are left, fewer where a window lost some.
+
+        Raises:
+            RequestError: if num_tokens is negative: it counts what stays, not what goes.
+        """
+        if num_tokens < 0:
+            raise RequestError(f"crop takes the number of tokens that stay, 0 or more, not {num_tokens}.")
         return self._manager.crop(self._held, num_tokens)
 
     def fork(self) -> "SteppedCache":

@@ -48,7 +48,10 @@ class CachedModel:
 def kvine_home() -> Path:
     """The cache folder: $KVINE_HOME, or kvine in the user's cache folder (XDG)."""
     if home := os.environ.get("KVINE_HOME"):
-        return Path(home).expanduser().absolute()
+        try:
+            return Path(home).expanduser().absolute()
+        except RuntimeError as error:
+            raise FetchError(f"KVINE_HOME is {home!r}, which is no folder: {error}") from None
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvine"
 
@@ -62,8 +65,8 @@ def resolve(name: str, *, fetch: bool = True, progress: Progress | None = None) 
     progress = progress or LogProgress()
     if alias := ALIASES.get(name):
         return _fetched(alias) or (_pull_alias(alias, progress) if fetch else _refuse_to_fetch(name))
-    if (path := Path(name).expanduser()).exists():
-        return _local(name, path.absolute())
+    if (path := _existing(name)) is not None:
+        return _local(name, path)
     if _looks_like_a_path(name):
         raise FetchError(f"{name}: there is no such file or folder.")
     if _HUB_ID.fullmatch(name):
@@ -74,9 +77,18 @@ def resolve(name: str, *, fetch: bool = True, progress: Progress | None = None) 
     )
 
 
+def _existing(name: str) -> Path | None:
+    """The file or folder of that name, if there is one; a name that no path can have has none."""
+    try:
+        path = Path(name).expanduser()
+        return path.absolute() if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long; ~nobody; a NUL
+        return None
+
+
 def pull(name: str, *, progress: Progress | None = None) -> ModelSource:
     """Like `resolve`, but a Hugging Face id is brought up to date with the hub even if it is here already."""
-    if name not in ALIASES and _HUB_ID.fullmatch(name) and not Path(name).exists():
+    if name not in ALIASES and _HUB_ID.fullmatch(name) and _existing(name) is None:
         return _pull_snapshot(name, progress or LogProgress())
     return resolve(name, progress=progress)
 

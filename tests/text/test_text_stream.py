@@ -223,3 +223,12 @@ def test_a_stop_string_that_came_too_early_is_shown_at_once() -> None:
     assert stream.take() == "an END"
     assert not stream.append(1)
     assert stream.finish() == " of"
+
+
+def test_a_text_that_ends_inside_a_stop_string_is_complete_and_ends_once() -> None:
+    stream = TextStream(ScriptedTokens([" 5", "."]), [".#"])
+    assert not stream.append(0) and not stream.append(1)
+    assert stream.take() == " 5"
+    assert stream.finish() == "."
+    assert stream.finish() == ""
+    assert stream.text == " 5."
