@@ -73,7 +73,7 @@ app.add_typer(experiment, name="experiment")
 
 
 def main() -> None:
-    """Entry point of the `kvine` script."""
+    """Runs the command line; `start.main` calls it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # the caller has closed it
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115, PTH123  # for good

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvine.cli.options import ModelOptions, spread_options
-from kvine.cli.terminal import human_bytes, show_output, write_json
+from kvine.cli.terminal import ended_by_interrupt, human_bytes, show_output, write_json
 from kvine.errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def cache(
 
     with FetchProgress() as fetching:
         source = resolve(model.model, progress=fetching)
-    from kvine.evidence.cache_experiment import run_cache_experiment
+    with ended_by_interrupt():
+        from kvine.evidence.cache_experiment import run_cache_experiment
 
     with EvidenceProgress() as progress:
         outcome = run_cache_experiment(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvine.cli.options import ModelOptions, spread_options
-from kvine.cli.terminal import show_output, write_json
+from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
 
 if TYPE_CHECKING:
     from kvine.evidence.judge import Divergence, Report, Rounding, Run
@@ -37,7 +37,8 @@ def verify(
 
     with FetchProgress() as fetching:
         source = resolve(model.model, progress=fetching)
-    from kvine.evidence.verify import verify as run_verify
+    with ended_by_interrupt():
+        from kvine.evidence.verify import verify as run_verify
 
     if new_tokens is None:
         new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS

@@ -1,0 +1,12 @@
+"""Where the `kvine` script begins: Ctrl-C ends it without a traceback while the commands are still being imported."""
+
+import signal
+
+
+def main() -> None:
+    """Entry point of the `kvine` script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kvine.cli.app import main as run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
