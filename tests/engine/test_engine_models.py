@@ -88,7 +88,11 @@ def test_a06_cropping_never_has_a_third_outcome(tiny: Make, arch: str, removed: 
     prompt, other = text(20), text(4, seed=9)
     cache.extend(prompt)
     asked = max(0, 20 - removed)
-    left = cache.crop(20 - removed)
+    if removed > 20:  # more than there is: refused, and nothing is lost
+        with pytest.raises(RequestError):
+            cache.crop(20 - removed)
+        assert len(cache) == 20
+    left = cache.crop(max(0, 20 - removed))
     assert left == len(cache) <= asked and cache.tokens == prompt[:left]
     if arch == "TL" or removed == 20:
         assert left == asked
