@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -279,7 +279,7 @@ class LLM:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not hasattr(prompt, "__iter__"):
+        if not isinstance(prompt, Iterable):
             raise RequestError(f"A prompt is a text or a list of token ids, not {prompt!r}.")
         return list(prompt)
 
