@@ -7,9 +7,9 @@ import torch
 from tiny_models import random_prompt, write_checkpoint, write_tokenizer
 
 from kvine.errors import KvineError, RequestError
-from kvine.evidence.cache_experiment import CacheExperiment, memory_sentence, run_cache_experiment
+from kvine.evidence.experiments.cache import CacheExperiment, memory_sentence, run_cache_experiment
+from kvine.evidence.experiments.trial import Outcome, Trial, measure, run_trial
 from kvine.evidence.memory import PeakMemory, own_bytes
-from kvine.evidence.trial import Outcome, Trial, measure, run_trial
 from kvine.hub import ModelSource
 from kvine.llm import LLM
 

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Literal
 
 from kvine.errors import RequestError
+from kvine.evidence.experiments.trial import LogitsMode, Outcome, Path, Trial, run_trial
 from kvine.evidence.progress import Progress, silent
-from kvine.evidence.trial import LogitsMode, Outcome, Path, Trial, run_trial
 from kvine.hub import ModelSource
 from kvine.text.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""`kvine experiment`: measurements that show what a part of the engine is good for."""
+"""`kvine experiment cache`: what a KV cache saves in time, and what it costs and saves in memory."""
 
 import enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,14 +10,7 @@ from kvine.cli.terminal import ended_by_interrupt, human_bytes, show_output, wri
 from kvine.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvine.evidence.cache_experiment import CacheExperiment
-
-experiment = typer.Typer(no_args_is_help=True, help="Measure what a part of the engine is good for.")
-
-
-@experiment.callback()
-def _group() -> None:
-    """Measure what a part of the engine is good for."""
+    from kvine.evidence.experiments.cache import CacheExperiment
 
 
 class LogitsChoice(enum.StrEnum):
@@ -28,7 +21,6 @@ class LogitsChoice(enum.StrEnum):
     BOTH = "both"
 
 
-@experiment.command()
 @spread_options
 def cache(
     model: ModelOptions,
@@ -55,7 +47,7 @@ def cache(
     with FetchProgress() as fetching:
         source = resolve(model.model, progress=fetching)
     with ended_by_interrupt():
-        from kvine.evidence.cache_experiment import run_cache_experiment
+        from kvine.evidence.experiments.cache import run_cache_experiment
 
     with EvidenceProgress() as progress:
         outcome = run_cache_experiment(
@@ -96,7 +88,7 @@ def show_experiment(outcome: "CacheExperiment") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvine.evidence.cache_experiment import memory_sentence
+    from kvine.evidence.experiments.cache import memory_sentence
 
     table = Table(
         title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: {outcome.prompt_tokens:,} tokens of prompt, "

@@ -1,6 +1,6 @@
 """One measured generation in a process of its own, so that no earlier one has warmed or grown its memory.
 
-Run as `python -m kvine.evidence.trial` with a `Trial` as JSON on stdin; it answers in lines of JSON.
+Run as `python -m kvine.evidence.experiments.trial` with a `Trial` as JSON on stdin; it answers in lines of JSON.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def run_trial(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
     Raises:
         KvineError: what went wrong there, in its words.
     """
-    command = [sys.executable, "-m", "kvine.evidence.trial"]
+    command = [sys.executable, "-m", "kvine.evidence.experiments.trial"]
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as complaints,

@@ -1,0 +1,15 @@
+"""`kvine experiment`: measurements that show what a part of the engine is good for, a module for each."""
+
+import typer
+
+from kvine.cli.experiment.cache import cache
+
+experiment = typer.Typer(no_args_is_help=True, help="Measure what a part of the engine is good for.")
+
+
+@experiment.callback()
+def _group() -> None:
+    """Measure what a part of the engine is good for."""
+
+
+experiment.command()(cache)
