@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench proof clean
+.PHONY: demo test lint bench proof docs clean
 
 # The question is one whose answer is far from any tie, so that it is right in every dtype.
 demo: .venv/base.stamp  ## fetch the default model and ask it something
@@ -27,6 +27,10 @@ lint: .venv/dev.stamp  ## style, formatting, types
 
 bench: .venv/dev.stamp  ## speed, beside transformers
 	$(BIN)/python benchmarks/beside_transformers.py
+
+docs: .venv/dev.stamp  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "To read it: $(BIN)/python -m http.server --directory build/site 8000, then http://localhost:8000"
 
 clean:  ## what the targets above have made; fetched models stay
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
