@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvine.config import CacheConfig as CacheConfig
+    from kvine.explain.explanation import Explanation as Explanation
     from kvine.llm import LLM as LLM
     from kvine.sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CacheConfig", "SamplingParams"]
+__all__ = ["LLM", "CacheConfig", "Explanation", "SamplingParams"]
 
-_HOMES = {"LLM": "kvine.llm", "CacheConfig": "kvine.config", "SamplingParams": "kvine.sampling.params"}
+_HOMES = {
+    "LLM": "kvine.llm",
+    "CacheConfig": "kvine.config",
+    "Explanation": "kvine.explain.explanation",
+    "SamplingParams": "kvine.sampling.params",
+}
 
 
 def __getattr__(name: str) -> Any:

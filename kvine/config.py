@@ -37,6 +37,16 @@ def parse_bytes(size: int | str) -> int:
     return int(number)
 
 
+def human_bytes(count: int) -> str:
+    """A number of bytes in binary units, such as `84.4 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
 def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"{name} is {value!r}: give a whole number from {least} to {most}.")

@@ -19,6 +19,7 @@ from kvine.engine.resources import checked_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
+from kvine.explain import Explanation, explain
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
@@ -338,6 +339,23 @@ class LLM:
             assert isinstance(self.parts.runner, Runner)
             cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
         return cache.extend(self._ids(ids), last=last), cache
+
+    def explain(
+        self, prompt: Prompt, *, steps: int = 4, layer: int | None = None, head: int | None = None, top: int = 10
+    ) -> Explanation:
+        """Follows a prompt and greedy decode steps after it through the cache; shows itself in a notebook or by print.
+
+        Args:
+            prompt: a text or token ids.
+            steps: decode steps, 0 or more.
+            layer, head: whose attention weights are shown; None: their mean. `attention` has the others.
+            top: how many of the most likely next tokens are listed.
+
+        Raises:
+            RequestError, ContextLengthError, StepError: see `kvine.explain.explain`.
+        """
+        self._end_forgotten()
+        return explain(self, self._ids(prompt), steps=steps, layer=layer, head=head, top=top)
 
     def trace(self, on_call: Callable[[ModelCall], None] | None) -> None:
         """Has a function called after each model call; None stops it."""

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvine.config import human_bytes as human_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -83,16 +85,6 @@ def waiting(text: str) -> Iterator[None]:
         return
     with console.status(text):
         yield
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes in binary units, such as `84.4 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def seconds_since_start() -> float:
