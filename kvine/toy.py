@@ -87,7 +87,7 @@ class ToyAttention:
         for key, (score, scaled, masked, weight) in enumerate(
             zip(self.scores, self.scaled, self.masked, self.weights, strict=True)
         ):
-            lines.append(f"{key:3} {score:6.3g} {scaled:6.3f} {_masked(masked):>7} {weight:8.4f}")
+            lines.append(f"{key:3} {score:6.3g} {scaled:6.3f} {shown_masked(masked):>7} {weight:8.4f}")
         return "\n".join([*lines, self.sum_line()])
 
     def heading(self) -> str:
@@ -110,7 +110,7 @@ class ToyAttention:
                 shown(self.keys[key]),
                 self.scores[key],
                 self.scaled[key],
-                _masked(self.masked[key]),
+                shown_masked(self.masked[key]),
                 bar(self.weights[key], f"{self.weights[key]:.4f}"),
                 shown(self.values[key]),
             )
@@ -153,5 +153,6 @@ def shown(vector: Vector) -> str:
     return f"({', '.join(f'{number:.3g}' for number in vector)})"
 
 
-def _masked(score: float) -> str:
+def shown_masked(score: float) -> str:
+    """A score after the mask."""
     return f"{score:.3f}" if math.isfinite(score) else "−∞"

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from kvine import __version__
 from kvine.cli.chat import chat
 from kvine.cli.experiment import experiment
+from kvine.cli.explain import explain
 from kvine.cli.generate import generate
 from kvine.cli.models import models
 from kvine.cli.pull import pull
@@ -69,6 +70,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(models)
 app.command()(verify)
+app.command()(explain)
 app.add_typer(experiment, name="experiment")
 
 

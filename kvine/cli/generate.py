@@ -31,7 +31,7 @@ def generate(
     params = sampling.params()
     if system is not None and not chat:
         raise RequestError("--system is part of a conversation: give --chat as well.")
-    text = _read_stdin() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else prompt
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     from kvine.cli import report
@@ -56,7 +56,8 @@ def generate(
         report.show_summary(llm, running.result, ready_s)
 
 
-def _read_stdin() -> str:
+def read_stdin() -> str:
+    """All of stdin, as a prompt."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -10,8 +10,10 @@ GROUP_COLUMNS = ("layers", "query heads", "K/V heads", "sees", "K, V of a layer"
 
 
 def piece(token: Token) -> str:
-    """A token's text in quotes: its spaces and line breaks show, control characters are spelled out."""
-    return repr(token.text)
+    """A token's text in quotes, so that its spaces and line breaks show; special tokens stand without."""
+    if not token.special:
+        return repr(token.text)
+    return repr(token.text)[1:-1] or "(no text)"
 
 
 def count(number: int) -> str:
