@@ -77,15 +77,30 @@ class CacheSpec:
         dead = self.dead_blocks(num_tokens)
         return [block for block in range(self.num_blocks(num_tokens)) if block not in dead]
 
-    def max_live_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Most blocks that a sequence growing to num_tokens holds at once, computing at most `chunk` tokens a step."""
-        total = self.num_blocks(num_tokens)
+    def num_live_blocks(self, num_tokens: int) -> int:
+        """How many blocks `live_blocks` lists: what a sequence holds between two steps."""
+        return self.num_blocks(num_tokens) - len(self.dead_blocks(num_tokens))
+
+    def max_live_blocks(self, num_tokens: int, chunk: int, num_sequences: int = 1) -> int:
+        """Most blocks that sequences growing to num_tokens each hold at once, computing at most `chunk` tokens a step.
+
+        The step's tokens are shared out over the sequences in any way.
+        """
+        total = num_sequences * self.num_blocks(num_tokens)
         if self.window is None:
             return total
         # A step reads or writes the window before its first token and its own tokens. The first of these positions may
-        # lie at the end of a block.
-        span = 1 + self.num_blocks(self.window - 2 + min(chunk, num_tokens))
-        return min(total, self.num_blocks(self.sink_tokens) + span)
+        # lie at the end of a block, and each sequence's last block may be filled by a single token.
+        own = min(chunk, num_sequences * num_tokens)
+        around = self.window - 2 + self.block_size - 1
+        span = num_sequences + (num_sequences * around + own) // self.block_size
+        return min(total, num_sequences * self.num_blocks(self.sink_tokens) + span)
+
+    def num_visible(self, num_tokens: int) -> int:
+        """Tokens that the last query of a sequence of num_tokens tokens reads, itself included."""
+        if self.window is None or num_tokens <= self.window:
+            return num_tokens
+        return self.window + min(self.sink_tokens, num_tokens - self.window)
 
     def bytes_per_block(self, dtype: str) -> int:
         """Exact bytes of K and V in one block over the group's layers, under compute dtype `fp32`, `bf16` or `fp16`."""

@@ -169,7 +169,7 @@ def read_header(path: Path) -> GGUFHeader:
     """The header alone: of the weights no byte is read. Raises ModelLoadError as `parse_header` does."""
     check_is_file(path)
     try:
-        return parse_header(path, memoryview(np.memmap(path, np.uint8, mode="r")))
+        return parse_header(path, np.memmap(path, np.uint8, mode="r").data)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be opened: {error}.") from error
 

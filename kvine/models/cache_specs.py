@@ -1,11 +1,31 @@
 """Which layers of a model keep their past alike: the bridge from a model's config to the specs of its cache."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig
-from kvine.models.config import ModelConfig
 
 
-def cache_specs(model: ModelConfig, cache: CacheConfig) -> tuple[CacheSpec, ...]:
+class SeenLayer(Protocol):
+    """A layer whose queries see the last `window` tokens, or all (None)."""
+
+    @property
+    def window(self) -> int | None: ...  # noqa: D102
+
+
+class AttentionShape(Protocol):
+    """What of a model decides how its past is kept: all that `ModelConfig` and the planner's subjects share."""
+
+    @property
+    def layers(self) -> Sequence[SeenLayer]: ...  # noqa: D102
+    @property
+    def num_kv_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+
+
+def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, ...]:
     """One spec for each group of layers that see alike, in order of their first layer.
 
     A layer sees the smaller of its own window and the cache's. Sinks belong to the cache's window: a layer that the

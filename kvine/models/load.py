@@ -25,7 +25,7 @@ from kvine.models.config_gguf import config_from_gguf
 from kvine.models.config_hf import config_from_hf
 from kvine.models.decoder import Decoder
 from kvine.models.fields import Fields
-from kvine.models.names import check_tensors, gguf_names, hf_names
+from kvine.models.names import check_tensors, gguf_names, hf_names, is_norm
 from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
 
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -164,26 +164,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _is_norm(role: str) -> bool:
-    return "norm." in role
-
-
 def _is_interleaved(checkpoint: _Checkpoint, role: str) -> bool:
     return checkpoint.has_interleaved_heads and role.split(".")[-2] in ("q", "k")
 
 
 def _is_mapped(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Does `_read` return the file's own pages?"""
-    changed = _is_interleaved(checkpoint, role) or (_is_norm(role) and checkpoint.config.norm_offset != 0)
+    changed = _is_interleaved(checkpoint, role) or (is_norm(role) and checkpoint.config.norm_offset != 0)
     stored = STORED_DTYPES.get(checkpoint.files.tensors[checkpoint.names[role]].type)
-    wanted = torch.float32 if _is_norm(role) else dtype
+    wanted = torch.float32 if is_norm(role) else dtype
     return checkpoint.is_mapped and device.type == "cpu" and stored == wanted and not changed
 
 
 def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     config = checkpoint.config
-    weight = checkpoint.files.read(checkpoint.names[role], torch.float32 if _is_norm(role) else dtype)
-    if _is_norm(role) and config.norm_offset:
+    weight = checkpoint.files.read(checkpoint.names[role], torch.float32 if is_norm(role) else dtype)
+    if is_norm(role) and config.norm_offset:
         weight = weight + config.norm_offset
     if _is_interleaved(checkpoint, role):
         is_q = role.split(".")[-2] == "q"

@@ -3,9 +3,11 @@
 A *role* is Kvine's own name of a tensor: `embedding.weight`, `layers.3.q.weight`, `final_norm.weight`, ...
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 
+from kvine.cache.spec import ITEM_BYTES
 from kvine.errors import ModelLoadError
 from kvine.models.config import ModelConfig
 
@@ -84,6 +86,20 @@ def required_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def is_norm(role: str) -> bool:
+    """Whether a role is a norm's weight, which is held in fp32 whatever the compute dtype."""
+    return "norm." in role
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all tensors as the decoder holds them under compute dtype `fp32`, `bf16` or `fp16`.
+
+    A tied head is the embedding and counts once. Equal to `LoadedModel.weight_bytes`, whatever the checkpoint's format.
+    """
+    shapes = required_shapes(config).items()
+    return sum(math.prod(shape) * ITEM_BYTES["fp32" if is_norm(role) else dtype] for role, shape in shapes)
 
 
 def hf_names(config: ModelConfig, stored: Collection[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from kvine.errors import ConfigError
+from kvine.models.dtypes import automatic_dtype
 from kvine.models.matmul import has_matrix_hardware
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,10 +36,8 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The compute dtype and why, in a sentence. `stored` is the type of most of the checkpoint ("BF16", "Q4_1", ...).
 
-    `auto` keeps fp32 and bf16 checkpoints as they are: on CPUs without bf16 instructions too, where one row takes half
-    of fp32's time and many rows go through fp32. fp16 stays fp16 on a GPU; on a CPU it becomes fp32, which holds all
-    its values, because fp16 arithmetic overflows at 65,504 and few CPUs have it. Block-quantized weights become bf16.
-    Raises ConfigError for an unknown name or a dtype that the device lacks.
+    `auto` is what `automatic_dtype` says: bf16 on CPUs without bf16 instructions too, where one row takes half of
+    fp32's time and many rows go through fp32. Raises ConfigError for an unknown name or a dtype that the device lacks.
     """
     if name != "auto" and name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
@@ -47,16 +46,8 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
         if name == "bf16" and not has_bf16:
             raise ConfigError("This GPU has no bf16. Choose dtype auto, fp32 or fp16.")
         return DTYPES[name], f"{name} as asked{_cpu_note(DTYPES[name], device)}"
-    if stored in ("F32", "F64"):
-        return torch.float32, f"fp32 for weights stored as {stored}"
-    if stored == "F16" and device.type != "cpu":
-        return torch.float16, "fp16 as stored"
-    if stored == "F16":
-        return torch.float32, "fp32: it holds the stored fp16 exactly, and fp16 arithmetic overflows on a CPU"
-    if not has_bf16:
-        return torch.float32, f"fp32: this GPU has no bf16 for the stored {stored}"
-    source = "as stored" if stored == "BF16" else f"for weights decoded from {stored}"
-    return torch.bfloat16, f"bf16 {source}{_cpu_note(torch.bfloat16, device)}"
+    chosen, why = automatic_dtype(stored, device.type, has_bf16=has_bf16)
+    return DTYPES[chosen], why + _cpu_note(DTYPES[chosen], device)
 
 
 def _cpu_note(dtype: torch.dtype, device: torch.device) -> str:
