@@ -95,9 +95,13 @@ def explanation_view(explanation: "Explanation") -> list["RenderableType"]:
 
     view: list[RenderableType] = [
         Text(words.summary(explanation)),
+        Text(),
         _groups(explanation),
+        Text(),
         *_attention(explanation),
+        Text(),
         _candidates(explanation.candidates),
+        Text(),
     ]
     for step in explanation.steps:
         view += [_step(step), Text(words.step_lesson(step), style="green"), Text()]
@@ -128,6 +132,7 @@ def toy_view(result: "ToyAttention") -> list["RenderableType"]:
 
 def _groups(explanation: "Explanation") -> "RenderableType":
     from rich.table import Table
+    from rich.text import Text
 
     from kvine.explain import words
 
@@ -135,7 +140,7 @@ def _groups(explanation: "Explanation") -> "RenderableType":
     for i, name in enumerate(words.GROUP_COLUMNS):
         table.add_column(name, justify="right" if i else "left")
     for group in explanation.groups:
-        table.add_row(*words.group_row(group))
+        table.add_row(*map(Text, words.group_row(group)))  # Text: brackets are no markup here
     return table
 
 
@@ -161,7 +166,7 @@ def _attention(explanation: "Explanation") -> list["RenderableType"]:
         token, seen = explanation.tokens[i], attention.visible[i]
         text = Text(words.piece(token), style="magenta" if token.special else "")
         shown = f"{weights[i]:.4f}" if seen else "not seen"
-        bar = Bar(largest, 0.0, weights[i], width=BAR_WIDTH, color="cyan")
+        bar = Bar(1.0, 0.0, weights[i] / largest, width=BAR_WIDTH, color="cyan")
         table.add_row(str(i), str(token.token_id), text, shown, bar, style="" if seen else "dim")
     if len(rows) == len(weights):
         return [table]
@@ -179,8 +184,9 @@ def _candidates(candidates: tuple["Candidate", ...]) -> "RenderableType":
     for name in ("rank", "id", "token", "logit", "probability", ""):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
     table.columns[2].max_width, table.columns[2].overflow = MOST_PIECE_WIDTH, "ellipsis"
+    most = candidates[0].probability
     for rank, candidate in enumerate(candidates, 1):
-        bar = Bar(candidates[0].probability, 0.0, candidate.probability, width=BAR_WIDTH, color="cyan")
+        bar = Bar(1.0, 0.0, candidate.probability / most, width=BAR_WIDTH, color="cyan")
         numbers = (f"{candidate.logit:.3f}", f"{candidate.probability:.4f}")
         table.add_row(str(rank), str(candidate.token_id), Text(repr(candidate.text)), *numbers, bar)
     return table

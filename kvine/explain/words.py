@@ -83,7 +83,7 @@ def step_rows(step: DecodeStep) -> list[tuple[str, ...]]:
         ("compute K", *_amount(ours.k), *_amount(theirs.k)),
         ("compute V", *_amount(ours.v), *_amount(theirs.v)),
         ("attention", *_scores(ours), *_scores(theirs)),
-        ("the rest", "", "", count(ours.other_flops), "", "", count(theirs.other_flops)),
+        ("o_proj, MLP", "", "", count(ours.other_flops), "", "", count(theirs.other_flops)),
         ("in all", "", "", count(ours.flops), "", "", count(theirs.flops)),
         ("read K", numbers, human_bytes(step.read.k_bytes), "", "–", "–", ""),
         ("read V", numbers, human_bytes(step.read.v_bytes), "", "–", "–", ""),
