@@ -13,7 +13,8 @@ BACKENDS = ("auto", "sdpa", "reference")
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -25,7 +26,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         number = float(min(size, 2**63))
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", str(size), re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(size), re.IGNORECASE)
         unit = match.group(2).upper() if match else "?"
         if match is None or unit not in _UNITS:
             raise ConfigError(f"{size!r} is not a size in bytes: write a number such as 536870912, 512MiB or 2GB.")

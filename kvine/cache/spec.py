@@ -102,6 +102,13 @@ class CacheSpec:
             return num_tokens
         return self.window + min(self.sink_tokens, num_tokens - self.window)
 
+    def num_visible_pairs(self, num_tokens: int) -> int:
+        """Pairs of query and key in a whole sequence: the sum of `num_visible` over 1 … num_tokens."""
+        seen = num_tokens if self.window is None else min(num_tokens, self.window)
+        beyond = num_tokens - seen
+        sinks = min(self.sink_tokens, beyond)
+        return seen * (seen + 1) // 2 + beyond * seen + sinks * (sinks + 1) // 2 + (beyond - sinks) * sinks
+
     def bytes_per_block(self, dtype: str) -> int:
         """Exact bytes of K and V in one block over the group's layers, under compute dtype `fp32`, `bf16` or `fp16`."""
         key, value = (ITEM_BYTES[dtype if codec == "exact" else codec] for codec in (self.key_codec, self.value_codec))

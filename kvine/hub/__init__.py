@@ -5,7 +5,7 @@ What has been fetched once is found again without the network; what is half fetc
 
 from kvine.hub.catalogue import ALIASES, DEFAULT_MODEL, Alias, HubFile, Wheel
 from kvine.hub.progress import LogProgress, Progress
-from kvine.hub.sources import CachedModel, ModelSource, cached_models, kvine_home, pull, resolve, verify
+from kvine.hub.sources import CachedModel, ModelSource, cached_models, find_config, kvine_home, pull, resolve, verify
 
 __all__ = [
     "ALIASES",
@@ -18,6 +18,7 @@ __all__ = [
     "Progress",
     "Wheel",
     "cached_models",
+    "find_config",
     "kvine_home",
     "pull",
     "resolve",

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,26 @@ def pull(name: str, *, progress: Progress | None = None) -> ModelSource:
     if name not in ALIASES and _HUB_ID.fullmatch(name) and _existing(name) is None:
         return _pull_snapshot(name, progress or LogProgress())
     return resolve(name, progress=progress)
+
+
+def find_config(name: str, *, progress: Progress | None = None) -> Path:
+    """What describes a model without its weights: a .gguf file, a config.json, or the folder that holds one.
+
+    `name` is an alias, a path or a Hugging Face id. Of an id that is not on this disk only config.json and, if there is
+    one, the index of its shards are fetched; of an alias nothing is.
+
+    Raises:
+        FetchError: if there is no such model, or its config cannot be fetched; its text says what is accepted.
+    """
+    path = None if name in ALIASES else _existing(name)
+    if path is not None and path.is_dir() and (path / "config.json").is_file():
+        return path
+    if path is not None and path.suffix == ".json":
+        return path
+    if path is not None or name in ALIASES or _looks_like_a_path(name) or not _HUB_ID.fullmatch(name):
+        return resolve(name, fetch=False).path
+    found = _snapshot(name)
+    return _fetch_config(name, progress or LogProgress()) if found is None else found.path
 
 
 def cached_models() -> list[CachedModel]:
@@ -283,6 +303,25 @@ def _pull_snapshot(name: str, progress: Progress) -> ModelSource:
     if missing := _missing(folder):
         raise FetchError(f"{name} on the Hugging Face Hub is no model that Kvine can read: it lacks {missing}.")
     return ModelSource(name, folder, "safetensors", None)
+
+
+def _fetch_config(name: str, progress: Progress) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+    except LocalEntryNotFoundError:
+        progress.message(f"Fetching the config of {name}, and no weights.")
+    try:
+        probe_hub(HubFile(name, "main", "config.json"), _HUB_ID_SECONDS)
+        with quiet_hub():
+            config = Path(hf_hub_download(name, "config.json"))
+            with suppress(RemoteEntryNotFoundError):  # a checkpoint of one file has no index
+                hf_hub_download(name, "model.safetensors.index.json", revision=config.parent.name)
+    except Exception as error:  # of a kind that depends on huggingface_hub's HTTP client
+        raise _hub_error(name, error) from error
+    return config.parent
 
 
 def _hub_error(name: str, error: Exception) -> FetchError:

@@ -1,0 +1,135 @@
+"""What is planned: the few figures of a model that decide its memory, wherever they come from.
+
+A model that Kvine runs brings its `ModelConfig` along; of others, and of bare figures, less is known.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvine.cache.spec import ITEM_BYTES
+from kvine.config import MOST_TOKENS
+from kvine.errors import ConfigError
+from kvine.evidence.plan.weights import Weights
+from kvine.models.config import ModelConfig
+
+MOST_LAYERS = 100_000
+MOST_PARAMETERS = 10**18
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer that keeps K and V; its queries see the last `window` tokens, or all (None)."""
+
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as the planner sees it.
+
+    Attributes:
+        name, architecture: what it is called.
+        layers, num_kv_heads, head_dim: what decides K and V.
+        dtype: compute dtype, in which K and V are kept unless the cache says otherwise.
+        weights: None where nothing is known of them.
+        num_heads: query heads; None where unknown.
+        max_context: the trained context in tokens; None where unknown.
+        model: its config, if Kvine runs it.
+        not_run: why Kvine does not run it, in a sentence.
+        notes: what was assumed.
+        recount: the weights it would have with another number of KV heads; None where that cannot be known.
+    """
+
+    name: str
+    architecture: str
+    layers: tuple[PlannedLayer, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    weights: Weights | None
+    num_heads: int | None = None
+    max_context: int | None = None
+    model: ModelConfig | None = None
+    not_run: str | None = None
+    notes: tuple[str, ...] = ()
+    recount: Callable[[int], Weights] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A model given by its figures alone.
+
+    Attributes:
+        layers: layers that keep K and V.
+        heads: query heads; as many KV heads where nothing else says how many (MHA).
+        kv_heads, head_dim: shape of one token's K in one layer; V has the same.
+        kv_width: their product, the width of K alone. Two of the three are enough, and so is kv_width.
+        params: parameters of the whole model.
+    """
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    kv_width: int | None = None
+    params: int | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any figure."""
+        return any(value is not None for value in vars(self).values())
+
+    def subject(self, dtype: str) -> Subject:
+        """The subject that they describe, its weights and its K and V in `dtype` (auto: fp16).
+
+        Raises:
+            ConfigError: if a figure is missing, no positive whole number, or contradicts another.
+        """
+        dtype = "fp16" if dtype == "auto" else dtype
+        for name, value in vars(self).items():
+            most = {"layers": MOST_LAYERS, "params": MOST_PARAMETERS}.get(name, MOST_TOKENS)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+                raise ConfigError(f"{_flag(name)} is {value!r}: give a whole number from 1 to {most}.")
+        if self.layers is None:
+            raise ConfigError("How many layers? Give --layers, or name a model.")
+        kv_heads, head_dim = self._kv_shape()
+        if self.heads is not None and self.heads % kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot share {kv_heads} KV heads evenly.")
+        weights = None
+        if self.params is not None:
+            source = f"{self.params:,} parameters in {dtype}"
+            weights = Weights(self.params * ITEM_BYTES[dtype], self.params, source)
+        return Subject(
+            name="these figures",
+            architecture="given by figures",
+            layers=(PlannedLayer(None),) * self.layers,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            weights=weights,
+            num_heads=self.heads,
+            not_run="Only its figures are known.",
+        )
+
+    def _kv_shape(self) -> tuple[int, int]:
+        width, heads, dim = self.kv_width, self.kv_heads, self.head_dim
+        if heads is None and (width is None or dim is None):
+            heads = self.heads
+        if width is None:
+            if heads is None or dim is None:
+                raise ConfigError("How wide is K? Give --kv-width, or --kv-heads and --head-dim.")
+            return heads, dim
+        if heads is None and dim is None:
+            return 1, width
+        if heads is None:
+            assert dim is not None
+            heads = width // dim
+        if dim is None:
+            dim = width // heads
+        if heads * dim != width:
+            raise ConfigError(f"K of width {width} does not divide into {heads} KV heads of {dim}.")
+        return heads, dim
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,63 @@
+"""What a model's weights take in memory, and how much of them a decode step reads.
+
+Weights are read once a step, however many requests share it; an embedding table and experts are read in part.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from kvine.cache.spec import ITEM_BYTES
+from kvine.models.config import ModelConfig
+from kvine.models.names import is_norm, required_shapes, weight_bytes
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights as they are held while the model runs.
+
+    Attributes:
+        nbytes: all of them.
+        parameters: how many numbers; None where only the bytes are known.
+        source: where the figure comes from, in words.
+        stored_bytes: what the checkpoint's tensors take on disk, where its headers or its index say so.
+        lookup_bytes: of an embedding table that no head shares; a step reads one row for each token.
+        row_bytes: one such row.
+        expert_bytes: of all routed experts of a mixture; a token reads `experts_per_token` of `num_experts`.
+    """
+
+    nbytes: int
+    parameters: int | None
+    source: str
+    stored_bytes: int | None = None
+    lookup_bytes: int = 0
+    row_bytes: int = 0
+    expert_bytes: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
+
+    def bytes_per_step(self, batch: int) -> int:
+        """Bytes that a decode step of `batch` requests reads, each byte once.
+
+        Of a mixture's experts it reads those that any of its tokens is routed to: with even and independent routing
+        the share 1 - (1 - k/E)^batch.
+        """
+        routed = 1 - (1 - self.experts_per_token / self.num_experts) ** batch
+        looked_up = min(batch * self.row_bytes, self.lookup_bytes)
+        return self.nbytes - self.lookup_bytes - self.expert_bytes + looked_up + round(self.expert_bytes * routed)
+
+
+def weights_of(config: ModelConfig, dtype: str, stored_bytes: int | None = None) -> Weights:
+    """The weights of a model that Kvine runs, held in `dtype` (norms in fp32): exactly what loading will report."""
+    shapes = required_shapes(config)
+    parameters = sum(prod(shape) for shape in shapes.values())
+    row = 0 if config.tie_embeddings else config.hidden_size * ITEM_BYTES[dtype]
+    norms = sum(prod(shape) for role, shape in shapes.items() if is_norm(role))
+    source = f"{parameters - norms:,} parameters in {dtype} and {norms:,} of norms in fp32"
+    return Weights(
+        weight_bytes(config, dtype),
+        parameters,
+        source,
+        stored_bytes=stored_bytes,
+        lookup_bytes=row * config.vocab_size,
+        row_bytes=row,
+    )

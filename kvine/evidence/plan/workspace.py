@@ -1,0 +1,84 @@
+"""The memory of one step beside weights and cache: activations, gathered K and V, logits. An upper bound, by formula.
+
+It follows what `models/decoder.py`, `models/matmul.py`, `attention/sdpa.py` and the sampler hold at once, in bytes.
+"""
+
+from dataclasses import dataclass
+
+from kvine.cache.spec import ITEM_BYTES, CacheSpec
+from kvine.models.config import ModelConfig
+
+# `models/matmul.py` converts a weight in pieces of at most so many numbers.
+CONVERTED_WEIGHTS = 1 << 23
+# Scratch of torch's kernels and what the allocator keeps of freed pieces; does not grow with the model.
+FIXED = 24 << 20
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A step's memory at its three heaviest moments, which do not coincide.
+
+    Attributes:
+        attention: hidden states, q, k, v, their rotation, and one request's K and V gathered for one layer.
+        mlp: hidden states, gate and up, and what a CPU without bf16 instructions converts to fp32.
+        logits: of the sampled rows, fp32.
+    """
+
+    attention: int
+    mlp: int
+    logits: int
+
+    @property
+    def nbytes(self) -> int:
+        """The heaviest of the three, and a fixed part."""
+        return max(self.attention, self.mlp, self.logits) + FIXED
+
+
+def workspace(
+    model: ModelConfig,
+    specs: tuple[CacheSpec, ...],
+    *,
+    dtype: str,
+    on_cpu: bool,
+    context: int,
+    batch: int,
+    max_step_tokens: int,
+) -> Workspace:
+    """What a step takes at most.
+
+    Args:
+        model: the model.
+        specs: of its cache.
+        dtype: compute dtype; e below is its size.
+        on_cpu: a CPU may have to convert bf16 and fp16 to fp32.
+        context: tokens of each request.
+        batch: requests.
+        max_step_tokens: tokens that a step computes at most.
+
+    With N rows a step, M = batch sampled rows, hidden size d, q = Hq·D, kv = Hkv·D, intermediate size f, vocabulary V
+    and L gathered tokens (whole blocks of the widest group):
+
+    * attention: e·N·(2d + q + 2kv) + max(16·N·q + e·N·q, 2e·N·q + L·2kv·(stored, and e where that differs))
+    * mlp: e·N·(3d + 3f) + conversion of N rows and one weight: 4·N·(d + 2f) + 4·min(2²³, d·f)
+    * logits: e·N·d + M·V·(4 + e), twice 4·M·V more with a soft cap, and conversion: 8·M·V + 4·2²³
+    """
+    e = ITEM_BYTES[dtype]
+    rows = min(max_step_tokens, context * batch)
+    d, f = model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    gathered = max(_gathered_bytes(spec, context, min(rows, context), dtype) for spec in specs)
+    attention = e * rows * (2 * d + q + 2 * kv) + max((16 + e) * rows * q, 2 * e * rows * q + gathered)
+    mlp = e * rows * (3 * d + 3 * f)
+    logits = e * rows * d + batch * model.vocab_size * (4 + e + (8 if model.logit_softcap else 0))
+    if on_cpu and dtype != "fp32":
+        mlp += 4 * rows * (d + 2 * f) + 4 * min(CONVERTED_WEIGHTS, d * f)
+        logits += 8 * batch * model.vocab_size + 4 * CONVERTED_WEIGHTS
+    return Workspace(attention, mlp, logits)
+
+
+def _gathered_bytes(spec: CacheSpec, context: int, chunk: int, dtype: str) -> int:
+    """K and V of one request in one layer, as stored and, if that differs, in the compute dtype."""
+    tokens = spec.max_live_blocks(context, chunk) * spec.block_size
+    stored = spec.bytes_per_block(dtype) // (spec.num_layers * spec.block_size)
+    both = 2 * spec.num_kv_heads * spec.head_dim * ITEM_BYTES[dtype]
+    return tokens * (stored + (both if stored != both else 0))
