@@ -40,13 +40,13 @@ class DenseAttention:
     """
 
     def __init__(self, layers: Sequence[DenseLayer], *, scale: float, softcap: float | None = None) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._scale = scale
         self._softcap = softcap
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
-        what = self._layers[layer]
+        what = self.layers[layer]
         n, group = q.shape[0], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [N, Hq, D]
         if what.window is not None and what.sinks_in_cache and n > what.window:

@@ -4,7 +4,7 @@ A fault of the cache cannot hide in it, because no cache, block or backend takes
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,11 +14,19 @@ from torch import Tensor
 from kvine.attention.dense import DenseAttention
 from kvine.engine.cache_free import DenseRunner
 
+Witness = Callable[[slice, str, int, Tensor], None]  # positions of the rows, then what an `Observer` is told
+
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 @torch.inference_mode()
-def split_logits(dense: DenseRunner, token_ids: Sequence[int], num_last: int, dtype: torch.dtype) -> Tensor:
+def split_logits(
+    dense: DenseRunner,
+    token_ids: Sequence[int],
+    num_last: int,
+    dtype: torch.dtype,
+    witness: Witness | None = None,
+) -> Tensor:
     """Logits of a text's last positions, [num_last, vocabulary] fp32 on the CPU, without a cache.
 
     Each of these positions goes through the layers as a single row, as a decode step does, and what precedes them in
@@ -29,6 +37,7 @@ def split_logits(dense: DenseRunner, token_ids: Sequence[int], num_last: int, dt
         token_ids: the whole text.
         num_last: positions wanted, from the end.
         dtype: the model's compute dtype.
+        witness: told of every named tensor of every part.
     """
     head = len(token_ids) - num_last
     sizes = [size for size in (head // 2, head - head // 2, *[1] * num_last) if size]
@@ -41,7 +50,10 @@ def split_logits(dense: DenseRunner, token_ids: Sequence[int], num_last: int, dt
         rows = slice(sum(sizes[:part]), sum(sizes[: part + 1]))
         with meeting.turn_of(part):
             hidden = dense.decoder.forward(
-                ids[rows], positions[rows], lambda layer, q, k, v: meeting.attend(part, layer, q, k, v)
+                ids[rows],
+                positions[rows],
+                lambda layer, q, k, v: meeting.attend(part, layer, q, k, v),
+                None if witness is None else lambda name, layer, tensor: witness(rows, name, layer, tensor),
             )
             return dense.decoder.logits(hidden).cpu() if part >= len(sizes) - num_last else hidden
 
