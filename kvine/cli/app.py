@@ -17,6 +17,7 @@ from kvine.cli.experiment import experiment
 from kvine.cli.explain import explain
 from kvine.cli.generate import generate
 from kvine.cli.models import models
+from kvine.cli.plan import plan
 from kvine.cli.pull import pull
 from kvine.cli.terminal import show_error
 from kvine.cli.verify import verify
@@ -70,6 +71,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(models)
 app.command()(verify)
+app.command()(plan)
 app.command()(explain)
 app.add_typer(experiment, name="experiment")
 

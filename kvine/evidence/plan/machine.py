@@ -1,17 +1,20 @@
 """What this machine has: memory to fill, and how fast it reads it. torch is loaded only where there is a GPU to ask."""
 
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvine.config import parse_bytes
 from kvine.engine.resources import default_threads, free_memory
 from kvine.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PROBE_BYTES = 1 << 30
 PROBE_SECONDS = 2.0
+MOST_GIGABYTES = 1e6  # a second
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,25 @@ class Quantity:
 
     value: float
     source: str
+
+
+def parse_bandwidth(given: int | str) -> int:
+    """Bytes a second: a whole number of them, or a text such as `19GB/s`; in a text, a bare number means GB/s.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    text = str(given).strip()
+    if isinstance(given, str) and re.fullmatch(r"\d+(\.\d+)?", text):
+        if float(text) > MOST_GIGABYTES:
+            raise ConfigError(f"No memory reads {text} GB/s: a bare bandwidth is in GB/s; write a unit, as in 19GB/s.")
+        text += "GB"
+    try:
+        return parse_bytes(text.removesuffix("/s") if isinstance(given, str) else given)
+    except ConfigError:
+        raise ConfigError(
+            f"{given!r} is not a bandwidth: write a number of GB/s, or a text such as 900GiB/s."
+        ) from None
 
 
 def planned_device(name: str) -> str:

@@ -9,7 +9,7 @@ from kvine.cache.spec import ITEM_BYTES, CacheSpec
 from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, parse_bytes
 from kvine.errors import ConfigError
 from kvine.evidence.plan.answer import Fits, Group, Plan, Walls
-from kvine.evidence.plan.machine import Quantity, available_memory, measure_bandwidth, planned_device
+from kvine.evidence.plan.machine import Quantity, available_memory, measure_bandwidth, parse_bandwidth, planned_device
 from kvine.evidence.plan.sources import DTYPES, subject_of
 from kvine.evidence.plan.subject import Figures, Subject
 from kvine.evidence.plan.workspace import Workspace, workspace
@@ -41,7 +41,7 @@ def plan(
         context: tokens of each request; by default the model's context, at most 8,192.
         batch: requests side by side.
         memory: bytes to fit into, or a text such as `24GiB`; by default what is free on this machine.
-        bandwidth: bytes a second, or a text such as `19GB`; by default it is measured, which takes two seconds.
+        bandwidth: bytes a second, or a text such as `19GB/s`; by default it is measured, which takes two seconds.
         dtype: compute dtype: `auto`, `fp32`, `bf16` or `fp16`.
         device: `auto`, `cpu`, `cuda` or `mps`.
         cache, engine: the options that it would run with.
@@ -63,7 +63,7 @@ def plan(
         context = min(DEFAULT_CONTEXT, subject.max_context or DEFAULT_CONTEXT)
     _check_count("context", context, MOST_TOKENS)
     room = available_memory(place) if memory is None else Quantity(parse_bytes(memory), "given")
-    speed = measure_bandwidth(place) if bandwidth is None else Quantity(parse_bytes(bandwidth), "given")
+    speed = measure_bandwidth(place) if bandwidth is None else Quantity(parse_bandwidth(bandwidth), "given")
     planner = Planner(subject, cache or CacheConfig(), engine or EngineConfig(), device=place, room=room, speed=speed)
     return planner.plan(context, batch)
 

@@ -3,6 +3,7 @@
 A model that Kvine runs brings its `ModelConfig` along; of others, and of bare figures, less is known.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from kvine.models.config import ModelConfig
 
 MOST_LAYERS = 100_000
 MOST_PARAMETERS = 10**18
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Subject:
     """A model as the planner sees it.
 
     Attributes:
-        name, architecture: what it is called.
+        name, architecture: what it is called; a model of bare figures has no architecture.
         layers, num_kv_heads, head_dim: what decides K and V.
         dtype: compute dtype, in which K and V are kept unless the cache says otherwise.
         weights: None where nothing is known of them.
@@ -41,7 +43,7 @@ class Subject:
     """
 
     name: str
-    architecture: str
+    architecture: str | None
     layers: tuple[PlannedLayer, ...]
     num_kv_heads: int
     head_dim: int
@@ -101,14 +103,13 @@ class Figures:
             weights = Weights(self.params * ITEM_BYTES[dtype], self.params, source)
         return Subject(
             name="these figures",
-            architecture="given by figures",
+            architecture=None,
             layers=(PlannedLayer(None),) * self.layers,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
             weights=weights,
             num_heads=self.heads,
-            not_run="Only its figures are known.",
         )
 
     def _kv_shape(self) -> tuple[int, int]:
@@ -129,6 +130,19 @@ class Figures:
         if heads * dim != width:
             raise ConfigError(f"K of width {width} does not divide into {heads} KV heads of {dim}.")
         return heads, dim
+
+
+def parse_count(text: str) -> int:
+    """A number of parameters such as `27e9`, `27B`, `270M` or `134,515,008`.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    match = re.fullmatch(r"([\d,_]*\.?\d+(?:e\+?\d{1,2})?)\s*([kmbt]?)", text.strip().lower())
+    value = float(match[1].replace(",", "").replace("_", "")) * _COUNT_UNITS[match[2]] if match else 0.0
+    if not 1 <= value <= MOST_PARAMETERS:
+        raise ConfigError(f"{text!r} is no number of parameters: write one such as 27e9, 27B or 270M.")
+    return int(value)
 
 
 def _flag(name: str) -> str:
