@@ -19,7 +19,7 @@ Dtype = Literal["base", "fp16", "bf16"]
 
 @dataclass(frozen=True)
 class Words:
-    """Random token ids that repeat where they are asked for again.
+    """Random token ids, none twice in a text where the vocabulary allows; the same text whenever it is asked for.
 
     Args:
         vocab_size: of the model.
@@ -34,7 +34,9 @@ class Words:
     def text(self, which: int, length: int) -> list[int]:
         """Text number `which`, so many tokens."""
         generator = torch.Generator().manual_seed(1000 * self.seed + which)
-        return torch.randint(0, self.vocab_size, (length,), generator=generator).tolist()
+        if length > self.vocab_size:
+            return torch.randint(0, self.vocab_size, (length,), generator=generator).tolist()
+        return torch.randperm(self.vocab_size, generator=generator)[:length].tolist()
 
 
 Script = Callable[[Bench, Words], None]
@@ -119,15 +121,15 @@ def fork(bench: Bench, words: Words) -> None:
 
 
 def crop(bench: Bench, words: Words) -> None:
-    """A rollback inside a block, and other tokens instead."""
+    """A rollback inside an open block, one inside a sealed one, and other tokens instead."""
     b = words.block
-    start = 3 * b + b // 2 + 2
+    start = 4 * b - 1
     bench.open("a", words.text(30, start))
     bench.feed(a=start)
-    for number, length in enumerate((start - 1, 2 * b + max(1, b // 2) - 1)):
+    for number, length in enumerate((3 * b + b // 4, 2 * b + b // 2 - 1)):
         bench.crop("a", length)
         bench.append("a", *words.text(31 + number, b + 2))
-        bench.catch_up("a", chunk=1 if number == 0 else 2)
+        bench.catch_up("a", chunk=number + 1)
 
 
 def prefix(bench: Bench, words: Words) -> None:

@@ -89,6 +89,9 @@ def _of_masks(scene: Scene) -> Iterator[Hypothesis]:
             for end in {min(length, block_end), length}:
                 old_k, old_v = scene.keys(old, range(row.end, end))
                 yield scene.right(row).with_keys(torch.cat((k, old_k)), torch.cat((v, old_v)))
+                # A copy of the block holds only what was left, and zeros after it.
+                zeros = torch.zeros_like(old_k)
+                yield scene.right(row).with_keys(torch.cat((k, zeros)), torch.cat((v, zeros)))
 
     yield Hypothesis("mask-without-history", "each step sees only itself", own_step)
     yield Hypothesis("mask-without-history", "each token sees only itself", only_itself)
@@ -183,19 +186,25 @@ def _of_positions() -> Iterator[Hypothesis]:
 
 
 def _of_sequences() -> Iterator[Hypothesis]:
-    def another(scene: Scene, row: Row) -> Candidates:
-        """The past of a neighbour as far as it goes, then the query's own."""
-        own_k, own_v = scene.keys(row.text, _seen(scene, row))
-        for text in scene.neighbours(row):
-            length = min(scene.recording.lengths[row.step][text], len(scene.passes[text].logits))
-            seen = _seen(scene, row)
-            borrowed = seen[seen < length]
-            k, v = scene.keys(text, borrowed)
-            yield scene.right(row).with_keys(
-                torch.cat((k, own_k[len(borrowed) :])), torch.cat((v, own_v[len(borrowed) :]))
-            )
+    def past_of(texts: Callable[[Scene, Row], Sequence[int]]) -> _Readings:
+        """The past of another text as far as it goes, then the query's own."""
+        return lambda scene, row: (_borrowed(scene, row, text) for text in texts(scene, row))
 
-    yield Hypothesis("reads-another-sequence", "the past of a neighbour", another, may_be_right=True)
+    def branches(scene: Scene, row: Row) -> list[int]:
+        return [text for text in scene.neighbours(row) if scene.related(text, row.text)]
+
+    yield Hypothesis("stale-fork-table", "the past of another branch", past_of(branches), may_be_right=True)
+    yield Hypothesis(
+        "reads-another-sequence", "the past of a neighbour", past_of(Scene.neighbours), may_be_right=True
+    )
+
+
+def _borrowed(scene: Scene, row: Row, text: int) -> Reading:
+    seen = _seen(scene, row)
+    borrowed = seen[seen < scene.recording.lengths[row.step][text]]
+    own_k, own_v = scene.keys(row.text, seen[len(borrowed) :])
+    k, v = scene.keys(text, borrowed)
+    return scene.right(row).with_keys(torch.cat((k, own_k)), torch.cat((v, own_v)))
 
 
 def _of_padding(scene: Scene) -> Iterator[Hypothesis]:
@@ -205,10 +214,11 @@ def _of_padding(scene: Scene) -> Iterator[Hypothesis]:
             longest = max(scene.recording.lengths[row.step].values())
             target = longest if width is None else -(-longest // width) * width
             count = max(0, target - row.end)
-            keys, values = scene.keys(row.text, [0] * count)
-            if not first:
-                keys, values = torch.zeros_like(keys), torch.zeros_like(values)
-            yield right.with_keys(torch.cat((right.keys, keys)), torch.cat((right.values, values)))
+            for position in {0, _first_held(scene, row)} if first else {0}:
+                keys, values = scene.keys(row.text, [position] * count)
+                if not first:
+                    keys, values = torch.zeros_like(keys), torch.zeros_like(values)
+                yield right.with_keys(torch.cat((right.keys, keys)), torch.cat((right.values, values)))
 
         return readings
 
@@ -216,6 +226,12 @@ def _of_padding(scene: Scene) -> Iterator[Hypothesis]:
         name = "the longest text" if width is None else f"a multiple of {width}"
         yield Hypothesis("padding-attended", f"empty places up to {name}", padded(width, first=False))
         yield Hypothesis("left-padding-attended", f"first tokens up to {name}", padded(width, first=True))
+
+
+def _first_held(scene: Scene, row: Row) -> int:
+    """The first position whose block a window has not let go of when a row's step began."""
+    window = scene.book.rules[scene.layer].window
+    return 0 if window is None else max(0, (row.first - window + 1) // scene.block_size * scene.block_size)
 
 
 def _of_blocks() -> Iterator[Hypothesis]:

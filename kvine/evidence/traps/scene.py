@@ -1,6 +1,6 @@
 """The layer in which a fault first shows, with everything that a hypothesis may ask about it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,3 +72,13 @@ class Scene:
     def neighbours(self, row: Row) -> list[int]:
         """The other texts that the cache held in a row's step."""
         return [text for text in self.recording.lengths[row.step] if text != row.text]
+
+    def related(self, one: int, other: int) -> bool:
+        """Whether two texts come from one by forks and crops."""
+        return bool(set(self._line(one)) & set(self._line(other)))
+
+    def _line(self, text: int) -> Iterator[int]:
+        here: int | None = text if text >= 0 else None
+        while here is not None:
+            yield here
+            here = self.recording.parents[here]

@@ -3,7 +3,7 @@
 A stored row is a vector of dozens of numbers. If it equals another known one within rounding, chance is no explanation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +52,11 @@ def explain_stored(scene: Scene, wrong: Sequence[WrongStored]) -> tuple[str, str
     items = list(wrong[::step])
     origins = [_origin(scene, item) for item in items]
     names = {origin.name for origin in origins} - {"unwritten"}
+    given = all(item.position < scene.recording.hits[item.snapshot.text] for item in items)
+    if names <= {"foreign"} or (given and names <= {"foreign", "moved", "rotated"}):
+        return _by_relation(scene, items, origins)
     if "unknown" in names or len(names) > 1:
         return None
-    if not names or names == {"foreign"}:
-        return _by_relation(scene, items, origins)
     name = names.pop()
     known = [(item, origin) for item, origin in zip(items, origins, strict=True) if origin.name == name]
     return _VERDICTS[name](scene, known)
@@ -65,7 +66,7 @@ def _origin(scene: Scene, item: WrongStored) -> Origin:
     row = _row(scene, item)
     if not row.key.any() and not row.value.any():
         return Origin("unwritten")
-    for explain in (_moved, _rotated, _paired_otherwise, _reinterpreted, _altered, _rounded, _turned):
+    for explain in (_rotated, _moved, _paired_otherwise, _reinterpreted, _altered, _rounded, _turned):
         origin = explain(scene, item, row)
         if origin is not None:
             return origin
@@ -235,15 +236,15 @@ def _by_relation(scene: Scene, items: Sequence[WrongStored], origins: Sequence[O
     what = f"position {position} of text {text} " + (
         "was never written" if origin.name == "unwritten" else f"holds what belongs to text {origin.text}"
     )
-    if found and not _was_right(scene, first):
-        kind = "published-before-filled" if origin.name == "unwritten" else "hash-collision-trusted"
-        return kind, f"{what}; it came from the cache as a hit"
-    if _was_right(scene, first):
-        related = found or _related(scene, text, origin.text) or origin.name == "unwritten"
-        kind = "shared-block-overwritten" if related else "batch-rows-share-cache"
-        if origin.name == "unwritten" or (found and not _related(scene, text, origin.text)):
-            kind = "block-reused-while-held"
+    unwritten, earlier = origin.name == "unwritten", _was_right(scene, first)
+    if scene.related(text, origin.text):
+        return "shared-block-overwritten", f"{what}, another branch of the same text"
+    if earlier:
+        kind = "block-reused-while-held" if found or unwritten else "batch-rows-share-cache"
         return kind, f"{what}; an earlier step still had it right"
+    if found:
+        kind = "published-before-filled" if unwritten else "hash-collision-trusted"
+        return kind, f"{what}; it came from the cache as a hit"
     if "foreign" in {o.name for o in origins}:
         return "batch-rows-share-cache", f"{what}, in the same batch"
     return "never-written", what
@@ -255,15 +256,3 @@ def _was_right(scene: Scene, item: WrongStored) -> bool:
         s.text == item.snapshot.text and s.step < item.snapshot.step and item.position in s.positions[scene.layer]
         for s in scene.recording.snapshots
     )
-
-
-def _related(scene: Scene, one: int, other: int) -> bool:
-    """Whether two texts come from one by forks."""
-    return bool(set(_line(scene, one)) & set(_line(scene, other)))
-
-
-def _line(scene: Scene, text: int) -> Iterator[int]:
-    here: int | None = text if text >= 0 else None
-    while here is not None:
-        yield here
-        here = scene.recording.parents[here]
