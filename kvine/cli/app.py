@@ -20,6 +20,7 @@ from kvine.cli.models import models
 from kvine.cli.plan import plan
 from kvine.cli.pull import pull
 from kvine.cli.terminal import show_error
+from kvine.cli.traps import traps
 from kvine.cli.verify import verify
 from kvine.errors import KvineError
 
@@ -71,6 +72,7 @@ app.command()(chat)
 app.command()(pull)
 app.command()(models)
 app.command()(verify)
+app.command()(traps)
 app.command()(plan)
 app.command()(explain)
 app.add_typer(experiment, name="experiment")

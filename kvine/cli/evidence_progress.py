@@ -10,9 +10,13 @@ REPORT_SECONDS = 30.0  # between lines where there is no terminal to redraw
 
 
 class EvidenceProgress:
-    """Implements `kvine.evidence.progress.Progress` on stderr: a bar at a terminal, a line now and then elsewhere."""
+    """Implements `kvine.evidence.progress.Progress` on stderr: a bar at a terminal, a line now and then elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        unit: what is counted.
+    """
+
+    def __init__(self, unit: str = "tokens") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = stderr_console()
@@ -20,12 +24,13 @@ class EvidenceProgress:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens, about"),
+            TextColumn(f"{unit}, about"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._console,
             transient=True,
         )
+        self._unit = unit
         self._what: str | None = None
         self._began = self._said = 0.0
 
@@ -53,4 +58,4 @@ class EvidenceProgress:
         elif (done == 1 and now - self._began > 1) or now - self._said > REPORT_SECONDS:
             self._said = now
             left = (now - self._began) / done * (total - done) if done else 0.0
-            note(f"{what}: {done} of {total} tokens, about {left:.0f} s left")
+            note(f"{what}: {done} of {total} {self._unit}, about {left:.0f} s left")

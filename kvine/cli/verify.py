@@ -23,6 +23,10 @@ def verify(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A prompt of 70 tokens instead of 1,929.")] = False,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt.")] = None,
+    inject: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|all", help="Check the checker: build in a fault of `kvine traps` and find it."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Check that the cache changes nothing: compare it with cache-free computing, and with transformers.
@@ -30,6 +34,11 @@ def verify(
     Generates greedily, past any end of text, in four ways, in fp32 and in the compute dtype. A difference counts as
     rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick about one.
     """
+    if inject is not None:
+        from kvine.cli.traps import inject as inject_faults
+
+        inject_faults(model, inject, json)
+        return
     from kvine.cli.evidence_progress import EvidenceProgress
     from kvine.cli.progress import FetchProgress
     from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT

@@ -97,7 +97,12 @@ class StaleTables:
         if [len(tables) for tables in self._tables] != [len(tables) for tables in now]:
             self._tables = now
         groups = tuple(
-            replace(group, block_tables=[old if len(old) >= len(own) else own for old, own in zip(tables, own_tables, strict=True)])
+            replace(
+                group,
+                block_tables=[
+                    old if len(old) >= len(own) else own for old, own in zip(tables, own_tables, strict=True)
+                ],
+            )
             for group, tables, own_tables in zip(batch.groups, self._tables, now, strict=True)
         )
         return replace(batch, groups=groups)

@@ -267,7 +267,7 @@ _LIST = (
         attention.Tiled.spread,
         "kvine/attention/dense.py",
         "k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
-        "Nonsense from the first token on, with the right shapes everywhere: only models with grouped KV heads have it.",
+        "Nonsense from the first token on, with the right shapes everywhere; only where query heads share KV heads.",
         unsuitable=_needs_groups,
     ),
     _trap(
@@ -349,8 +349,8 @@ _LIST = (
         attention.SinksInPlace.attend,
         "kvine/attention/cached.py",
         "q_sink = rotate(q, *self._rotation(place, moved=True))",
-        "Long texts are right until the model's context ends, then fall apart: the sinks are further away than anything "
-        "it was trained on.",
+        "Long texts are right until the model's context ends, then fall apart: the sinks are further away than any "
+        "distance that it was trained on.",
         story="sinks",
     ),
     _trap(

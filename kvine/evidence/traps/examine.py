@@ -141,7 +141,9 @@ def _try(lab: Lab, build: Build, probe: Probe) -> Finding:
     passes = [lab.compute(probe, text) for text in recording.texts]
     symptoms = find_symptoms(recording, passes, bounds)
     if symptoms.any:
-        kind, evidence = _name(Scene(book, symptoms.layer or 0, lab.cache.block_size, recording, passes, bounds), symptoms)
+        kind, evidence = _name(
+            Scene(book, symptoms.layer or 0, lab.cache.block_size, recording, passes, bounds), symptoms
+        )
         return Finding(True, kind, probe.name, symptoms.layer, symptoms.position, evidence)
     if recording.error is not None:
         error = recording.error

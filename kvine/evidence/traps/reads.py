@@ -57,7 +57,7 @@ def _hypotheses(scene: Scene, wrong: Sequence[Row]) -> Iterator[Hypothesis]:
 
 
 def _changed(reading: Reading, **changes: object) -> Reading:
-    return Reading(**{**vars(reading), **changes})  # type: ignore[arg-type]
+    return Reading(**{**vars(reading), **changes})
 
 
 # -- what is visible ---------------------------------------------------------------------------------------------------
@@ -194,9 +194,7 @@ def _of_sequences() -> Iterator[Hypothesis]:
         return [text for text in scene.neighbours(row) if scene.related(text, row.text)]
 
     yield Hypothesis("stale-fork-table", "the past of another branch", past_of(branches), may_be_right=True)
-    yield Hypothesis(
-        "reads-another-sequence", "the past of a neighbour", past_of(Scene.neighbours), may_be_right=True
-    )
+    yield Hypothesis("reads-another-sequence", "the past of a neighbour", past_of(Scene.neighbours), may_be_right=True)
 
 
 def _borrowed(scene: Scene, row: Row, text: int) -> Reading:
@@ -308,4 +306,3 @@ def _fitted_scale(scene: Scene, wrong: Sequence[Row]) -> float:
         else:
             low += third
     return right.scale * (low + high) / 2
-

@@ -171,7 +171,9 @@ def _rounded(scene: Scene, item: WrongStored, row: StoredRow) -> Origin | None:
     narrower = [d for d in STORED.values() if torch.finfo(d).eps > torch.finfo(scene.book.storage).eps]
     if any(bool((kept.to(dtype).to(kept.dtype) == kept).all()) for dtype in narrower):
         return Origin("rounded")
-    levels = max(int((x.diff().abs() > 1e-6 * x.abs().max()).sum()) for x in (row.raw_key.flatten().double().sort()[0],))
+    levels = max(
+        int((x.diff().abs() > 1e-6 * x.abs().max()).sum()) for x in (row.raw_key.flatten().double().sort()[0],)
+    )
     return Origin("rounded") if levels < row.raw_key.numel() * 3 // 4 else None
 
 
