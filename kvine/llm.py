@@ -348,7 +348,8 @@ class LLM:
         Args:
             prompt: a text or token ids.
             steps: decode steps, 0 or more.
-            layer, head: whose attention weights are shown; None: their mean. `attention` has the others.
+            layer: whose attention weights are shown; None: the mean of all. `attention` has the others.
+            head: likewise.
             top: how many of the most likely next tokens are listed.
 
         Raises:
