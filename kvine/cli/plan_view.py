@@ -19,7 +19,9 @@ def plan_json(planned: "Plan", cost: "RequestCost | None", variants: "tuple[Vari
         "model": subject.name,
         "architecture": subject.architecture,
         "runs": subject.model is not None,
+        "not_run": subject.not_run,
         "dtype": subject.dtype,
+        "dtype_reason": subject.dtype_reason,
         "kv_dtype": planned.kv_dtype,
         "device": planned.device,
         "context": planned.context,
@@ -80,12 +82,14 @@ def show_plan(planned: "Plan", cost: "RequestCost | None", variants: "tuple[Vari
     """The plan as tables, and what they say in sentences."""
     from rich.text import Text
 
-    shown: list[RenderableType] = [_memory_table(planned), Text()]
+    shown: list[RenderableType] = [Text(_title(planned), style="bold"), Text(), _memory_table(planned), Text()]
     if len(planned.groups) > 1 or planned.groups[0].window is not None:
         shown += [_group_table(planned), Text()]
     shown += [Text(line) for line in (_fits_line(planned), *_wall_lines(planned))]
     if cost is not None:
         shown += [Text(line) for line in _cost_lines(cost)]
+    if planned.subject.dtype_reason is not None:
+        shown.append(Text(planned.subject.dtype_reason, style="dim"))
     if planned.subject.not_run is not None:
         shown.append(Text(planned.subject.not_run, style="yellow"))
     shown += [Text(warning, style="yellow") for warning in planned.warnings]
@@ -105,7 +109,7 @@ def _title(planned: "Plan") -> str:
 
 
 def _memory_table(planned: "Plan") -> "Table":
-    table = _table("memory", "GB", "GiB", "", title=_title(planned))
+    table = _table("memory", "GB", "GiB", "")
     tokens = f"{planned.batch:,} × {planned.context:,} tokens"
     weights = planned.subject.weights
     if weights is not None:
@@ -209,12 +213,10 @@ def _variant_table(variants: "tuple[Variant, ...]") -> "Table":
     return table
 
 
-def _table(*columns: str, title: str | None = None) -> "Table":
+def _table(*columns: str) -> "Table":
     from rich.table import Table
 
-    table = Table(
-        box=None, pad_edge=False, header_style="dim", title=title, title_justify="left", caption_justify="left"
-    )
+    table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 or column in ("", "see") else "right")
     return table

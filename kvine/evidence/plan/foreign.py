@@ -97,7 +97,6 @@ def foreign_subject(
     layers = tuple(map(PlannedLayer, _windows(fields, family)))
     head_dim = fields.integer("head_dim", hidden // heads)
     bits = {"auto": _packed_bits(fields)}.get(dtype) or ITEM_BYTES[compute] * 8
-    notes: tuple[str, ...] = ()
 
     def count(num_kv_heads: int) -> Weights:
         assert family is not None
@@ -110,8 +109,6 @@ def foreign_subject(
         weights = count(kv_heads)
     if stored_bytes is not None and dtype == "auto" and params is None:
         weights = _as_stored(weights, stored_bytes)
-    if weights is None:
-        notes += (f"How many weights a {kind} has is not known here: give --params.",)
     return Subject(
         name=name,
         architecture=kind,
@@ -123,7 +120,6 @@ def foreign_subject(
         num_heads=heads,
         max_context=fields.integer("max_position_embeddings"),
         not_run=reason,
-        notes=notes,
         recount=count if family is not None and params is None else None,
     )
 

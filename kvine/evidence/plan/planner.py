@@ -212,10 +212,10 @@ def _item_bytes(spec: CacheSpec, dtype: str) -> int:
 
 
 def _warnings(subject: Subject, context: int, fits: Fits) -> tuple[str, ...]:
-    warnings = list(subject.notes[1:] if subject.model is not None else subject.notes)
+    warnings = list(subject.notes)
     trained = subject.max_context
     if subject.weights is None:
-        warnings.append("The weights are not counted: what fits is what fits beside them. Give --params.")
+        warnings.append("The weights are not counted: what fits would have to fit beside them. Give --params.")
     if trained is not None and context > trained:
         warnings.append(f"{context:,} tokens are beyond the context of {trained:,} that the model was trained for.")
     if not fits.fits:

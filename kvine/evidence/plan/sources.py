@@ -65,8 +65,8 @@ def _from_gguf(name: str, path: Path, dtype: str, device: str) -> Subject:
     names = gguf_names(model)
     check_tensors(model, names, shapes, str(path))
     used = [header.tensors[stored] for stored in names.values()]
-    compute, note = _compute_dtype(dtype, _most_of(used), device)
-    return _known(name, model, compute, (note,), sum(info.nbytes for info in used))
+    compute, why = _compute_dtype(dtype, _most_of(used), device)
+    return _known(name, model, compute, why, sum(info.nbytes for info in used))
 
 
 def _from_hf(
@@ -78,19 +78,19 @@ def _from_hf(
         names = hf_names(model, tensors)
         check_tensors(model, names, {tensor: info.shape for tensor, info in tensors.items()}, str(folder))
         used = [tensors[stored] for stored in names.values()]
-        compute, note = _compute_dtype(dtype, _most_of(used), device)
-        return _known(name, model, compute, (note,), sum(info.nbytes for info in used))
+        compute, why = _compute_dtype(dtype, _most_of(used), device)
+        return _known(name, model, compute, why, sum(info.nbytes for info in used))
     text = values.get("text_config")
     named = values.get("torch_dtype") or values.get("dtype")
     if named is None and isinstance(text, Mapping):
         named = text.get("torch_dtype") or text.get("dtype")
-    compute, note = _compute_dtype(dtype, _STORED.get(str(named), "BF16"), device)
+    compute, why = _compute_dtype(dtype, _STORED.get(str(named), "BF16"), device)
     if named is None and dtype == "auto":
-        note = "The config does not say how the weights are stored: bf16 is assumed. Another: --dtype."
-    return _known(name, model, compute, (note,), None)
+        why = "The config does not say how the weights are stored: bf16 is assumed."
+    return _known(name, model, compute, why, None)
 
 
-def _known(name: str, model: ModelConfig, dtype: str, notes: tuple[str, ...], stored_bytes: int | None) -> Subject:
+def _known(name: str, model: ModelConfig, dtype: str, why: str, stored_bytes: int | None) -> Subject:
     return Subject(
         name=name,
         architecture=model.architecture,
@@ -102,7 +102,7 @@ def _known(name: str, model: ModelConfig, dtype: str, notes: tuple[str, ...], st
         num_heads=model.num_heads,
         max_context=model.max_context,
         model=model,
-        notes=notes,
+        dtype_reason=why,
         recount=lambda num_kv_heads: weights_of(replace(model, num_kv_heads=num_kv_heads), dtype),
     )
 

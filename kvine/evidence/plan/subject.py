@@ -38,7 +38,8 @@ class Subject:
         max_context: the trained context in tokens; None where unknown.
         model: its config, if Kvine runs it.
         not_run: why Kvine does not run it, in a sentence.
-        notes: what was assumed.
+        dtype_reason: why that dtype, in a sentence.
+        notes: what was assumed, or is not known.
         recount: the weights it would have with another number of KV heads; None where that cannot be known.
     """
 
@@ -53,6 +54,7 @@ class Subject:
     max_context: int | None = None
     model: ModelConfig | None = None
     not_run: str | None = None
+    dtype_reason: str | None = None
     notes: tuple[str, ...] = ()
     recount: Callable[[int], Weights] | None = field(default=None, compare=False)
 

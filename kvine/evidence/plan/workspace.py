@@ -10,8 +10,9 @@ from kvine.models.config import ModelConfig
 
 # `models/matmul.py` converts a weight in pieces of at most so many numbers.
 CONVERTED_WEIGHTS = 1 << 23
-# Scratch of torch's kernels and what the allocator keeps of freed pieces; does not grow with the model.
-FIXED = 24 << 20
+# Pieces that glibc keeps when they are freed (up to 64 MiB: twice its largest mmap threshold), scratch of torch's
+# kernels, and what loading leaves behind. Measured; it does not grow with the model.
+FIXED = 96 << 20
 
 
 @dataclass(frozen=True)
