@@ -117,16 +117,15 @@ def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcom
             f"of {context}: give a shorter prompt, or fewer tokens."
         )
     device = llm.model.device
-    generate = _cache_free if trial.path == "cache-free" else _cached
     times: list[float] = []
 
     def stamp(done: int) -> None:
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter())
         on_token(done)
 
     with PeakMemory(device) as memory:
-        _synchronize(device)
+        synchronize(device)
         on_token(0)
         began = time.perf_counter()
         token_ids = generate(llm, trial, stamp)
@@ -141,6 +140,11 @@ def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcom
         device=str(device),
         token_ids=token_ids,
     )
+
+
+def generate(llm: "LLM", trial: Trial, stamp: Callable[[int], None]) -> list[int]:
+    """The tokens that a trial generates; `stamp` is called after each with their number."""
+    return (_cache_free if trial.path == "cache-free" else _cached)(llm, trial, stamp)
 
 
 def _cache_free(llm: "LLM", trial: Trial, stamp: Callable[[int], None]) -> list[int]:
@@ -166,7 +170,8 @@ def _cached(llm: "LLM", trial: Trial, stamp: Callable[[int], None]) -> list[int]
             logits, cache = llm.forward(token_ids[-1:], cache, last=trial.logits == "last")
 
 
-def _synchronize(device: "torch.device") -> None:
+def synchronize(device: "torch.device") -> None:
+    """Waits until a device has done what it was asked to, so that a clock means something."""
     if device.type == "cuda":
         import torch
 
