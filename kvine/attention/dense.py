@@ -3,7 +3,7 @@
 It shares no code with the cache or its backends, not even the mask, so that it cannot share their faults.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,21 @@ class DenseAttention:
         layers: one for each layer of the model.
         scale: factor on the scores.
         softcap: soft cap of the scores, if the model has one.
+        keep: what becomes of rotated keys and of values in a cache that loses something; not for sinks in the cache.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], *, scale: float, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DenseLayer],
+        *,
+        scale: float,
+        softcap: float | None = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.layers = tuple(layers)
         self._scale = scale
         self._softcap = softcap
+        self._keep = keep
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
@@ -53,6 +62,8 @@ class DenseAttention:
             return self._streaming(what, what.window, q, k, v)
         cos, sin = what.rope.cos_sin(torch.arange(n, device=q.device))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self._keep is not None:
+            k, v = self._keep(k), self._keep(v)
         mask = (
             None if what.window is None or what.window >= n else self._mask(n, what.window, what.sink_tokens, q.device)
         )

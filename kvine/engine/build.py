@@ -1,8 +1,9 @@
 """Puts an engine together from a loaded model and the user's options."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from kvine.attention.base import Backend
 from kvine.attention.cached import AttentionLayer, CachedAttention
@@ -81,8 +82,13 @@ def standard_parts(
     )
 
 
-def dense_attention(model: LoadedModel, cache: CacheConfig) -> DenseAttention:
-    """The cache-free oracle of an engine with these options: it sees exactly what the cached one may see."""
+def dense_attention(
+    model: LoadedModel, cache: CacheConfig, *, keep: Callable[[Tensor], Tensor] | None = None
+) -> DenseAttention:
+    """The cache-free oracle of an engine with these options: it sees exactly what the cached one may see.
+
+    It computes with exact keys and values whatever `cache.kv_dtype`, unless `keep` says what becomes of them.
+    """
     ropes = _ropes(model)
     layers: dict[int, DenseLayer] = {}
     for spec in cache_specs(model.config, cache):
@@ -94,6 +100,7 @@ def dense_attention(model: LoadedModel, cache: CacheConfig) -> DenseAttention:
         [layers[number] for number in range(model.config.num_layers)],
         scale=model.config.attention_scale,
         softcap=model.config.attention_softcap,
+        keep=keep,
     )
 
 

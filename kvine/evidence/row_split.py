@@ -20,6 +20,14 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 
 
 @torch.inference_mode()
+def whole_logits(dense: DenseRunner, token_ids: Sequence[int], num_last: int) -> Tensor:
+    """Logits of a text's last positions, [num_last, vocabulary] fp32 on the CPU, the whole text in one call."""
+    ids = torch.tensor(token_ids, device=dense.device)
+    hidden = dense.decoder.forward(ids, torch.arange(len(ids), device=dense.device), dense.attention)
+    return dense.decoder.logits(hidden[-num_last:]).cpu()
+
+
+@torch.inference_mode()
 def split_logits(
     dense: DenseRunner,
     token_ids: Sequence[int],

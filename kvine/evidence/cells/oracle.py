@@ -1,0 +1,96 @@
+"""What each cell is compared with: the cache-free path with the same visibility and loss, and a measured bound."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvine.attention.dense import DenseAttention
+from kvine.config import CacheConfig
+from kvine.engine.build import DTYPE_NAMES, dense_attention
+from kvine.engine.cache_free import DenseRunner
+from kvine.evidence.cells.setup import Prompt, Setup
+from kvine.evidence.judge import MARGIN, Rounding, measure_rounding
+from kvine.evidence.locate import StateTrace
+from kvine.evidence.paths import Record
+from kvine.evidence.row_split import split_logits, whole_logits
+from kvine.models.load import LoadedModel
+
+LOSSY = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a cell should compute, and how much rounding may change it."""
+
+    record: Record
+    rounding: Rounding
+
+
+class Oracle:
+    """The cache-free path of one model in one dtype. Keeps what it has computed: many cells share a reference.
+
+    Args:
+        model: the loaded model.
+        vocab_size: ids that the tokenizer knows.
+    """
+
+    def __init__(self, model: LoadedModel, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = min(vocab_size, model.config.vocab_size)
+        self._references: dict[object, Reference] = {}
+
+    def choose_text(self, prompt: Prompt, new_tokens: int) -> Prompt:
+        """The prompt with the text that cells are held to: its own if it has one, otherwise the greedy one."""
+        text = list(prompt.text[:new_tokens])
+        dense = self._dense(CacheConfig())
+        while len(text) < new_tokens:
+            logits = whole_logits(dense, [*prompt.ids, *text], 1)[:, : self._vocab_size]
+            text.append(int(logits.argmax()))
+        return replace(prompt, text=tuple(text))
+
+    def reference(self, setup: Setup) -> Reference:
+        """What a cell is compared with."""
+        cache = setup.cache
+        key = (setup.prompt, cache.window, cache.sink_tokens, cache.sink_rule, cache.kv_dtype)
+        if key not in self._references:
+            self._references[key] = self._compute(setup)
+        return self._references[key]
+
+    def trace(self, setup: Setup) -> StateTrace:
+        """All hidden states of a cell's text."""
+        ids, count = _text(setup)
+        return StateTrace(self._dense(setup.cache), ids, count, self._model.dtype)
+
+    def _compute(self, setup: Setup) -> Reference:
+        ids, count = _text(setup)
+        dense = self._dense(setup.cache)
+        logits = whole_logits(dense, ids, count)[:, : self._vocab_size]
+        control = split_logits(dense, ids, count, self._model.dtype)[:, : self._vocab_size]
+        record = Record(logits.argmax(1).tolist(), logits)
+        rounding = measure_rounding(self._model.dtype, record, control)
+        if self._keep(setup.cache) is not None:
+            # Whether a value lies above or below the middle of two that can be stored is up to rounding too, and a
+            # single one that falls the other way shows in no control. All together they make less than the loss.
+            exact = whole_logits(self._dense(replace(setup.cache, kv_dtype="exact")), ids, count)
+            loss = float((exact[:, : self._vocab_size] - logits).abs().max())
+            rounding = replace(rounding, bound=max(MARGIN * rounding.measured, rounding.bound, loss))
+        return Reference(record, rounding)
+
+    def _dense(self, cache: CacheConfig) -> DenseRunner:
+        attention: DenseAttention = dense_attention(self._model, cache, keep=self._keep(cache))
+        return DenseRunner(self._model.decoder, attention, self._model.device)
+
+    def _keep(self, cache: CacheConfig) -> Callable[[Tensor], Tensor] | None:
+        """What a lossy cache makes of a value, written apart from `kvine.cache.codec`."""
+        if cache.kv_dtype not in LOSSY or cache.kv_dtype == DTYPE_NAMES[self._model.dtype]:
+            return None
+        stored = LOSSY[cache.kv_dtype]
+        largest = torch.finfo(stored).max
+        return lambda values: values.float().clamp(-largest, largest).to(stored).to(values.dtype)
+
+
+def _text(setup: Setup) -> tuple[Sequence[int], int]:
+    """The whole text but its last token, which is never fed, and how many of its logits are compared."""
+    return [*setup.prompt.ids, *setup.prompt.text[:-1]], len(setup.prompt.text)

@@ -1,0 +1,134 @@
+"""What came of a cell, and of all cells together."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvine.evidence.cells.covering import Refusal
+from kvine.evidence.cells.drive import Computed
+from kvine.evidence.cells.oracle import Reference
+from kvine.evidence.judge import Verdict, judge
+from kvine.evidence.locate import Location
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of one cell.
+
+    Attributes:
+        factors: name of its level, by factor.
+        verdict: as of a `judge.Run`; of several copies of the text the worst.
+        tokens: compared, over all copies.
+        agreement: share of them that the reference chose too; None if none was computed.
+        gap: largest difference of a logit from the reference's.
+        bound: what rounding explains, in logits.
+        kl_mean, kl_max: Kullback-Leibler divergence of the cell's distribution from the reference's, in nats, over
+            steps.
+        location: the first wrong tensor, where it was looked for.
+        reason: what failed, or why nothing was computed.
+    """
+
+    factors: Mapping[str, str]
+    verdict: Verdict
+    tokens: int = 0
+    agreement: float | None = None
+    gap: float | None = None
+    bound: float | None = None
+    kl_mean: float | None = None
+    kl_max: float | None = None
+    location: Location | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class LevelCount:
+    """How many cells had a level, and how many of these show a fault."""
+
+    factor: str
+    level: str
+    cells: int
+    faults: int
+
+
+@dataclass(frozen=True)
+class CellsReport:
+    """All cells.
+
+    Attributes:
+        cells: in the order they ran.
+        pairs: pairs of levels that met in them.
+        refused: what was not combined, and why.
+        seed: of the design.
+        seconds: they took.
+    """
+
+    cells: tuple[Cell, ...]
+    pairs: int
+    refused: tuple[Refusal, ...]
+    seed: int
+    seconds: float
+
+    @property
+    def faults(self) -> tuple[Cell, ...]:
+        """Cells that show a fault."""
+        return tuple(cell for cell in self.cells if cell.verdict == "fault")
+
+    def by_level(self) -> list[LevelCount]:
+        """Cells and faults of each level, factor by factor."""
+        cells = Counter(item for cell in self.cells for item in cell.factors.items())
+        faults = Counter(item for cell in self.faults for item in cell.factors.items())
+        order = list(dict.fromkeys(factor for cell in self.cells for factor in cell.factors))
+        return [
+            LevelCount(factor, level, count, faults[factor, level])
+            for (factor, level), count in sorted(cells.items(), key=lambda item: order.index(item[0][0]))
+        ]
+
+    def suspects(self) -> list[LevelCount]:
+        """Levels that every faulty cell has in common and that others lack; with all of theirs faulty first."""
+        common = [level for level in self.by_level() if level.faults and level.faults == len(self.faults)]
+        telling = [level for level in common if level.cells < len(self.cells)]
+        return sorted(telling, key=lambda level: level.faults / level.cells, reverse=True)
+
+
+def judge_cell(factors: Mapping[str, str], computed: Computed, reference: Reference, *, expects_hit: bool) -> Cell:
+    """Compares a cell with its reference.
+
+    Args:
+        factors: names of its levels.
+        computed: by the cell.
+        reference: by the oracle.
+        expects_hit: whether the cell was to find the beginning of its prompt in the cache.
+    """
+    if expects_hit and not computed.cached_tokens:
+        return Cell(factors, "not run", reason="The beginning of the prompt was not found in the cache.")
+    runs = [
+        judge("", record, reference.record, reference.rounding, prompt_tokens=0, piece=str)
+        for record in computed.records
+    ]
+    order: tuple[Verdict, ...] = ("identical", "rounding", "fault")
+    chosen = [
+        ours == theirs
+        for record in computed.records
+        for ours, theirs in zip(record.chosen, reference.record.chosen, strict=True)
+    ]
+    divergences = torch.cat([divergence(reference.record.logits, record.logits) for record in computed.records])
+    return Cell(
+        factors,
+        max((run.verdict for run in runs), key=order.index),
+        tokens=len(chosen),
+        agreement=sum(chosen) / len(chosen),
+        gap=max(math.inf if run.difference is None else run.difference for run in runs),
+        bound=reference.rounding.bound,
+        kl_mean=float(divergences.mean()),
+        kl_max=float(divergences.max()),
+    )
+
+
+def divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of `other` from `reference`, logits [n, vocabulary] each, in nats; [n] float64."""
+    ours, theirs = reference.double().log_softmax(1), other.double().log_softmax(1)
+    return (ours.exp() * (ours - theirs)).sum(1).clamp(min=0)  # rounding may leave it a little below

@@ -1,0 +1,123 @@
+"""Designs the cells of a model, and runs those of one dtype at a time, so that one model is loaded at a time."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvine.config import CacheConfig, EngineConfig
+from kvine.engine.engine import EngineParts
+from kvine.errors import ConfigError, KvineError
+from kvine.evidence.cells.covering import Choice, Design, cover
+from kvine.evidence.cells.drive import compute, queued
+from kvine.evidence.cells.factors import Scope, registered
+from kvine.evidence.cells.oracle import Oracle
+from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
+from kvine.evidence.cells.setup import Prompt, Setup
+from kvine.evidence.locate import locate
+from kvine.evidence.progress import Progress, silent
+from kvine.models.cache_specs import cache_specs
+from kvine.models.config import ModelConfig
+
+# The parts of an engine under test, for a cell's options.
+MakeParts = Callable[[CacheConfig, EngineConfig], EngineParts]
+
+MOST_LOCATED = 3  # faults that are looked for in the hidden states; each takes a run of its own
+AMPLE = 16  # times what one request needs
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model loaded in one dtype, for cells to run on."""
+
+    dtype: str
+    model: ModelConfig
+    oracle: Oracle
+    make_parts: MakeParts
+
+
+class CellRuns:
+    """The cells of one `verify`, run dtype by dtype.
+
+    Args:
+        scope: what they are about.
+        seed: of the design.
+        progress: told of every cell.
+
+    Raises:
+        ConfigError: if not a single cell can be run.
+    """
+
+    def __init__(self, scope: Scope, seed: int, progress: Progress = silent) -> None:
+        self.design: Design = cover(registered(scope), seed)
+        if not self.design.cells:
+            reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in self.design.refused))
+            raise ConfigError(f"No cell can be run on this model: {reasons}")
+        self._scope = scope
+        self._seed = seed
+        self._progress = progress
+        self._texts: dict[str, Prompt] = {}
+        self._done: dict[int, Cell] = {}
+        self._seconds = 0.0
+        self._located = 0
+
+    def run(self, bench: Bench) -> None:
+        """Runs the cells of one dtype."""
+        began = time.perf_counter()
+        for number, choice in enumerate(self.design.cells):
+            setup = self._setup(choice)
+            if setup.dtype == bench.dtype:
+                self._progress("cells", len(self._done), len(self.design.cells))
+                self._done[number] = self._run_cell(bench, setup, {name: level.name for name, level in choice.items()})
+        self._progress("cells", len(self._done), len(self.design.cells))
+        self._seconds += time.perf_counter() - began
+
+    @property
+    def report(self) -> CellsReport:
+        """What came of the cells that have run."""
+        cells = tuple(self._done[number] for number in sorted(self._done))
+        return CellsReport(cells, self.design.pairs, self.design.refused, self._seed, self._seconds)
+
+    def _setup(self, choice: Choice) -> Setup:
+        setup = Setup(self._scope.prompts[0], self._scope.dtypes[0], queued)
+        for level in choice.values():
+            setup = level.apply(setup)
+        return setup
+
+    def _run_cell(self, bench: Bench, setup: Setup, names: dict[str, str]) -> Cell:
+        if setup.prompt.name not in self._texts:  # all dtypes are held to one text
+            self._texts[setup.prompt.name] = bench.oracle.choose_text(setup.prompt, self._scope.new_tokens)
+        setup = replace(setup, prompt=self._texts[setup.prompt.name])
+        reference = bench.oracle.reference(setup)
+        parts = _parts(bench, setup)
+        try:
+            computed = compute(setup, parts)
+        except KvineError as error:
+            cell = Cell(names, "fault", reason=str(error))
+        else:
+            expects_hit = setup.expects_hit and not setup.tight  # short of memory, it may have been evicted
+            cell = judge_cell(names, computed, reference, expects_hit=expects_hit)
+        if cell.verdict == "fault" and self._located < MOST_LOCATED:
+            self._located += 1
+            trace = bench.oracle.trace(setup)
+            cell = replace(cell, location=locate(trace, parts, lambda parts: compute(setup, parts)))
+        return cell
+
+
+def _parts(bench: Bench, setup: Setup) -> EngineParts:
+    """The engine's parts, with memory for what the cell needs, or for its longest request alone."""
+    specs = cache_specs(bench.model, setup.cache)
+    size = setup.cache.block_size
+    others = [other(setup.prompt.ids, size) for other in (*setup.earlier, *setup.mates)]
+    longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text)
+    blocks = [spec.max_live_blocks(longest, setup.engine.max_step_tokens) + 1 for spec in specs]  # and one to copy to
+    needed = sum(n * spec.bytes_per_block(bench.dtype) for n, spec in zip(blocks, specs, strict=True))
+    cache = replace(setup.cache, kv_memory=needed if setup.tight else AMPLE * needed)
+    parts = bench.make_parts(cache, setup.engine)
+    for exchange in setup.exchange:
+        parts = exchange(parts)
+    return parts
+
+
+def design_prompts(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """Prompts without those that this tokenizer makes the same of."""
+    return tuple({prompt.ids: prompt for prompt in reversed(prompts)}.values())[::-1]
