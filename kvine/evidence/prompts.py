@@ -11,3 +11,6 @@ def fox_prompt(repeats: int = 192) -> str:
 
 DEFAULT_PROMPT = fox_prompt()
 QUICK_PROMPT = fox_prompt(6)
+
+# "I took a bite of an apple" and "I got a new Apple": the same word, the same place, another meaning.
+BITTEN_APPLE, NEW_APPLE, APPLE = "我咬了一口蘋果", "我換了一支蘋果", "蘋果"

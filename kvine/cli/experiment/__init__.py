@@ -3,6 +3,9 @@
 import typer
 
 from kvine.cli.experiment.cache import cache
+from kvine.cli.experiment.meaning import meaning
+from kvine.cli.experiment.walls import walls
+from kvine.cli.experiment.window import window
 
 experiment = typer.Typer(no_args_is_help=True, help="Measure what a part of the engine is good for.")
 
@@ -13,3 +16,6 @@ def _group() -> None:
 
 
 experiment.command()(cache)
+experiment.command()(walls)
+experiment.command()(window)
+experiment.command()(meaning)

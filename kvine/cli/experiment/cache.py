@@ -1,16 +1,27 @@
 """`kvine experiment cache`: what a KV cache saves in time, and what it costs and saves in memory."""
 
 import enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvine.cli.experiment.curves import curves_json, show_curves
+from kvine.cli.experiment.options import Json, PlotFile, check_plot_file, open_for_experiment, whole_numbers
 from kvine.cli.options import ModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, human_bytes, show_output, write_json
 from kvine.errors import RequestError
 
 if TYPE_CHECKING:
     from kvine.evidence.experiments.cache import CacheExperiment
+    from kvine.evidence.experiments.curves import Grow
+
+
+NEW_TOKENS = 64
+
+
+def _growing(help: str) -> Any:
+    return typer.Option(metavar="N,N,…", help=help)
 
 
 class LogitsChoice(enum.StrEnum):
@@ -21,24 +32,102 @@ class LogitsChoice(enum.StrEnum):
     BOTH = "both"
 
 
+class Growing(enum.StrEnum):
+    """What grows from measurement to measurement."""
+
+    PROMPT = "prompt"
+    OUTPUT = "output"
+    BOTH = "both"
+
+
+GROWING: "dict[Growing, tuple[Grow, ...]]" = {
+    Growing.PROMPT: ("prompt",),
+    Growing.OUTPUT: ("output",),
+    Growing.BOTH: ("prompt", "output"),
+}
+
+
 @spread_options
 def cache(
     model: ModelOptions,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    tokens: Annotated[int | None, typer.Option(help=f"Tokens to generate; {NEW_TOKENS} by default.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that each path is measured; medians are shown.")] = 3,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Instead of the default of 1,929 tokens.")] = None,
     logits: Annotated[
         LogitsChoice,
         typer.Option(help="all: of every position a call computes, as a textbook loop does; last: of the last only."),
     ] = LogitsChoice.ALL,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    grow: Annotated[
+        Growing | None, typer.Option(help="Measure curves instead: how time and work grow, with fitted exponents.")
+    ] = None,
+    prompt_sizes: Annotated[str, _growing("Prompts that --grow measures, in tokens.")] = "64,128,256,512,1024",
+    output_sizes: Annotated[str, _growing("Outputs that --grow measures, in tokens.")] = "16,32,64,128,256",
+    plot: PlotFile = None,
+    json: Json = False,
 ) -> None:
     """Generate with and without a KV cache: time, speedup and peak memory of both.
 
-    Each measurement has a process of its own; the paths take turns. docs/benchmarks.md defines the figures.
+    Each measurement has a process of its own; the paths take turns. With --grow all of them share one, and memory is
+    not measured. docs/benchmarks.md and docs/experiments.md define the figures.
     """
-    if tokens < 1 or repeats < 1:
+    if (tokens is not None and tokens < 1) or repeats < 1:
         raise RequestError("An experiment needs at least 1 token and 1 repeat.")
+    if grow is None:
+        _compare(model, NEW_TOKENS if tokens is None else tokens, repeats, prompt, logits, plot, json)
+        return
+    if prompt is not None or tokens is not None:
+        raise RequestError(
+            "--grow has sizes of its own: give --prompt-sizes and --output-sizes, not --prompt, --tokens."
+        )
+    if logits is LogitsChoice.BOTH:
+        raise RequestError("--grow measures one kind of logits at a time: give --logits all or --logits last.")
+    sizes = whole_numbers("--prompt-sizes", prompt_sizes), whole_numbers("--output-sizes", output_sizes)
+    _grow(model, grow, sizes, repeats, logits, plot, json)
+
+
+def _grow(
+    model: ModelOptions,
+    grow: Growing,
+    sizes: tuple[list[int], list[int]],
+    repeats: int,
+    logits: LogitsChoice,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    llm = open_for_experiment(model, plot)
+    from kvine.cli.evidence_progress import EvidenceProgress
+    from kvine.evidence.experiments.curves import run_curves
+
+    with EvidenceProgress() as progress:
+        outcome = run_curves(
+            llm,
+            GROWING[grow],
+            prompt_sizes=sizes[0],
+            output_sizes=sizes[1],
+            repeats=repeats,
+            logits="last" if logits is LogitsChoice.LAST else "all",
+            progress=progress,
+        )
+    if plot is not None:
+        from kvine.evidence.experiments.pictures import draw_curves
+
+        draw_curves(outcome, plot)
+    if json:
+        write_json(curves_json(outcome))
+    else:
+        show_curves(outcome)
+
+
+def _compare(
+    model: ModelOptions,
+    tokens: int,
+    repeats: int,
+    prompt: str | None,
+    logits: LogitsChoice,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    check_plot_file(plot)
     from kvine.cli.evidence_progress import EvidenceProgress
     from kvine.cli.progress import FetchProgress
     from kvine.evidence.prompts import DEFAULT_PROMPT
@@ -61,6 +150,10 @@ def cache(
             threads=model.threads,
             progress=progress,
         )
+    if plot is not None:
+        from kvine.evidence.experiments.pictures import draw_cache
+
+        draw_cache(outcome, plot)
     if json:
         write_json(experiment_json(outcome))
     else:

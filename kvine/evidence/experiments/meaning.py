@@ -18,9 +18,6 @@ from kvine.llm import LLM
 from kvine.rope import rotate
 from kvine.text.tokenizer import Tokenizer
 
-SENTENCES = ("我咬了一口蘋果", "我換了一支蘋果")  # I took a bite of an apple; I got a new Apple (phone)
-WORD = "蘋果"
-
 
 @dataclass(frozen=True)
 class Distance:
@@ -88,7 +85,7 @@ class _Seen:
     rotated: Tensor
 
 
-def compare_meaning(llm: LLM, sentences: tuple[str, str] = SENTENCES, word: str = WORD) -> Meaning:
+def compare_meaning(llm: LLM, sentences: tuple[str, str], word: str) -> Meaning:
     """Reads both sentences through the cache and compares the word's keys and values.
 
     Args:

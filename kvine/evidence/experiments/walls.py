@@ -129,7 +129,7 @@ def run_walls(
     batches, contexts = sorted(set(batches)), sorted(set(contexts))
     budget = int(free_memory() * SHARE_OF_FREE_MEMORY) if budget_bytes is None else budget_bytes
     bench = _Bench(llm, batches[-1], contexts[-1], budget, steps, timer or time_step)
-    cells = []
+    cells: list[Cell] = []
     total = len(batches) * len(contexts)
     for context in contexts:
         for batch in batches:

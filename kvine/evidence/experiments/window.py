@@ -59,7 +59,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class WindowExperiment:
-    """What came of it: the ways of keeping the past, where exactly a window ends, and a check of that in the model."""
+    """What came of it: ways of keeping the past, where exactly a window ends, and a check of that in the model.
+
+    `kept` begins with everything kept, and with everything kept of a text that never tells the facts.
+    """
 
     model: str
     dtype: str
@@ -69,6 +72,17 @@ class WindowExperiment:
     kept: tuple[Kept, ...]
     edges: tuple[Edge, ...]
     seen: SeenFirst
+
+    @property
+    def tells(self) -> bool:
+        """Whether the model uses the facts at all: with everything kept the answers are ten times as likely."""
+        everything, never_told = self.kept[:2]
+        return everything.probability > 10 * never_told.probability
+
+    def keeps(self, kept: Kept) -> bool:
+        """Whether a way keeps the facts: it is nearer, by ratio, to everything kept than to facts never told."""
+        everything, never_told = self.kept[:2]
+        return kept.probability > math.sqrt(everything.probability * never_told.probability)
 
 
 def run_window_experiment(
