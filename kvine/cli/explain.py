@@ -93,18 +93,10 @@ def explanation_view(explanation: "Explanation") -> list["RenderableType"]:
     from kvine.explain import words
     from kvine.explain.explanation import NOT_CACHED
 
-    view: list[RenderableType] = [
-        Text(words.summary(explanation)),
-        Text(),
-        _groups(explanation),
-        Text(),
-        *_attention(explanation),
-        Text(),
-        _candidates(explanation.candidates),
-        Text(),
-    ]
+    view: list[RenderableType] = [Text(words.summary(explanation)), Text(), _groups(explanation), Text()]
+    view += [*_attention(explanation), Text(), _candidates(explanation.candidates), Text()]
     for step in explanation.steps:
-        view += [_step(step), Text(words.step_lesson(step), style="green"), Text()]
+        view += [_title(words.step_title(step)), _step(step), Text(words.step_lesson(step), style="green"), Text()]
     if (ended := words.ending(explanation)) is not None:
         view.append(Text(ended, style="yellow"))
     return [*view, Text(f"Queries are not cached. {NOT_CACHED['queries']}")]
@@ -118,7 +110,7 @@ def toy_view(result: "ToyAttention") -> list["RenderableType"]:
 
     from kvine.toy import shown, shown_masked
 
-    table = Table(title=result.heading(), title_justify="left", box=None)
+    table = Table(box=None, header_style="dim")
     for name in ("position", "key", "query·key", "÷ √2", "mask", "softmax"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
@@ -127,7 +119,14 @@ def toy_view(result: "ToyAttention") -> list["RenderableType"]:
         numbers = (f"{result.scores[i]:.3g}", f"{result.scaled[i]:.3f}", shown_masked(result.masked[i]))
         bar = Bar(1.0, 0.0, weight, width=16, color="cyan")
         table.add_row(str(i), shown(result.keys[i]), *numbers, f"{weight:.4f}", bar, shown(result.values[i]))
-    return [table, Text(result.sum_line())]
+    return [_title(result.heading()), table, Text(result.sum_line())]
+
+
+def _title(text: str) -> "RenderableType":
+    """Above a table rather than its title, which would be wrapped to the width of the table."""
+    from rich.text import Text
+
+    return Text(text, style="bold")
 
 
 def _groups(explanation: "Explanation") -> "RenderableType":
@@ -136,7 +135,7 @@ def _groups(explanation: "Explanation") -> "RenderableType":
 
     from kvine.explain import words
 
-    table = Table(title="Layers that cache alike", title_justify="left", box=None, header_style="dim")
+    table = Table(box=None, header_style="dim")
     for i, name in enumerate(words.GROUP_COLUMNS):
         table.add_column(name, justify="right" if i else "left")
     for group in explanation.groups:
@@ -155,8 +154,8 @@ def _attention(explanation: "Explanation") -> list["RenderableType"]:
     weights = attention.weights
     largest = max(weights)
     rows = sorted(heapq.nlargest(MOST_BARS, range(len(weights)), key=weights.__getitem__))
-    title = f"Attention of position {attention.position}, {words.view_name(attention)}"
-    table = Table(title=title, title_justify="left", box=None, header_style="dim")
+    title = _title(f"Attention of position {attention.position}, {words.view_name(attention)}")
+    table = Table(box=None, header_style="dim")
     table.add_column("position", justify="right")
     table.add_column("id", justify="right")
     table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=MOST_PIECE_WIDTH)
@@ -169,10 +168,10 @@ def _attention(explanation: "Explanation") -> list["RenderableType"]:
         bar = Bar(1.0, 0.0, weights[i] / largest, width=BAR_WIDTH, color="cyan")
         table.add_row(str(i), str(token.token_id), text, shown, bar, style="" if seen else "dim")
     if len(rows) == len(weights):
-        return [table]
+        return [title, table]
     rest = len(weights) - len(rows)
     share = sum(weights) - sum(weights[i] for i in rows)
-    return [table, Text(f"{rest:,} other positions have {max(share, 0):.2%} together; --json lists them.")]
+    return [title, table, Text(f"{rest:,} other positions have {max(share, 0):.2%} together; --json lists them.")]
 
 
 def _candidates(candidates: tuple["Candidate", ...]) -> "RenderableType":
@@ -180,9 +179,9 @@ def _candidates(candidates: tuple["Candidate", ...]) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Most likely next", title_justify="left", box=None, header_style="dim")
-    for name in ("rank", "id", "token", "logit", "probability", ""):
-        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    table = Table(box=None, header_style="dim")
+    for name in ("rank", "id", "likely next", "logit", "probability", ""):
+        table.add_column(name, justify="left" if name == "likely next" else "right", no_wrap=True)
     table.columns[2].max_width, table.columns[2].overflow = MOST_PIECE_WIDTH, "ellipsis"
     most = candidates[0].probability
     for rank, candidate in enumerate(candidates, 1):
@@ -194,11 +193,10 @@ def _candidates(candidates: tuple["Candidate", ...]) -> "RenderableType":
 
 def _step(step: "DecodeStep") -> "RenderableType":
     from rich.table import Table
-    from rich.text import Text
 
     from kvine.explain import words
 
-    table = Table(title=Text(words.step_title(step)), title_justify="left", box=None, header_style="dim")
+    table = Table(box=None, header_style="dim")
     for i, name in enumerate(words.STEP_COLUMNS):
         side = {1: "with cache", 4: "without"}.get(i, "")
         table.add_column(f"{side}\n{name}", justify="right" if i else "left", no_wrap=True)

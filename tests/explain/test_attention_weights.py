@@ -49,15 +49,16 @@ CACHES = {
 }
 
 
+@pytest.mark.parametrize("length", [10, 23])  # 9 is the first position that reads sinks inside the cache elsewhere
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize(("arch", "softcap"), [("gemma3", None), ("qwen3", 1.5)])
 def test_weights_times_values_are_what_attention_gave_out(
-    tiny: Tiny, arch: str, softcap: float | None, cache: CacheConfig
+    tiny: Tiny, arch: str, softcap: float | None, cache: CacheConfig, length: int
 ) -> None:
     llm = open_llm(tiny(arch)[1], cache=cache)
     runner = llm.parts.runner
     runner.attention.softcap = softcap
-    ids = text_of(23)
+    ids = text_of(length)
     weights = llm.explain(ids, steps=0).weights
 
     found: dict[int, torch.Tensor] = {}
@@ -68,7 +69,7 @@ def test_weights_times_values_are_what_attention_gave_out(
     for number, layer in enumerate(llm.model.decoder.layers):
         before, positions = past[number]
         values = torch.cat((before, held.layer(number)[1][0, :, -1:]), dim=1).float()  # [Hkv, held, D]
-        heads = [weights[number, head, [*positions, 22]] @ values[head // 2] for head in range(4)]
+        heads = [weights[number, head, [*positions, length - 1]] @ values[head // 2] for head in range(4)]
         out = layer.o_proj(torch.cat(heads)[None])
         if layer.post_attn_norm is not None:
             out = layer.post_attn_norm(out)

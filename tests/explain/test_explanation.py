@@ -187,12 +187,12 @@ def test_nothing_is_left_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("in the middle")
 
     monkeypatch.setattr(llm.model.decoder, "logits", fails)
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(RuntimeError, match="in the middle") as caught:  # its traceback keeps what was local alive
         llm.explain(PROMPT)
     assert runner.observer is before
     runner.observer = None
     llm.engine.manager.check()
-    assert llm.engine.manager.bytes_referenced == 0
+    assert llm.engine.manager.bytes_referenced == 0, caught
 
 
 # -- views and displays ---------------------------------------------------------------------------------------------
