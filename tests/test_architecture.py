@@ -21,6 +21,7 @@ WITHOUT_TORCH = (
     "kvine.cache.blocks",
     "kvine.cache.manager",
     "kvine.models.config",
+    "kvine.toy",
     "kvine.sampling.params",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
