@@ -82,19 +82,23 @@ class CacheSpec:
         return self.num_blocks(num_tokens) - len(self.dead_blocks(num_tokens))
 
     def max_live_blocks(self, num_tokens: int, chunk: int, num_sequences: int = 1) -> int:
-        """Most blocks that sequences growing to num_tokens each hold at once, computing at most `chunk` tokens a step.
+        """Most blocks that sequences growing to num_tokens each need at once, computing at most `chunk` tokens a step.
 
-        The step's tokens are shared out over the sequences in any way.
+        The step's tokens are shared out over the sequences in any way; and one is only let in where it could take the
+        whole step by itself while the others decode.
         """
-        total = num_sequences * self.num_blocks(num_tokens)
+        whole = self.num_blocks(num_tokens)
         if self.window is None:
-            return total
+            return num_sequences * whole
         # A step reads or writes the window before its first token and its own tokens. The first of these positions may
         # lie at the end of a block, and each sequence's last block may be filled by a single token.
-        own = min(chunk, num_sequences * num_tokens)
-        around = self.window - 2 + self.block_size - 1
-        span = num_sequences + (num_sequences * around + own) // self.block_size
-        return min(total, num_sequences * self.num_blocks(self.sink_tokens) + span)
+        each, around = self.num_blocks(self.sink_tokens) + 1, self.window - 2 + self.block_size - 1
+
+        def most(sequences: int, step: int) -> int:
+            step = min(step, sequences * num_tokens)
+            return min(sequences * whole, sequences * each + (sequences * around + step) // self.block_size)
+
+        return max(most(num_sequences, chunk), (num_sequences - 1) * most(1, 1) + most(1, chunk))
 
     def num_visible(self, num_tokens: int) -> int:
         """Tokens that the last query of a sequence of num_tokens tokens reads, itself included."""
