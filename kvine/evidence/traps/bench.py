@@ -17,6 +17,8 @@ from kvine.engine.runner import Runner
 from kvine.engine.scheduler import Scheduled
 from kvine.sampling.params import SamplingParams
 
+SEEN = frozenset({"embedding", "q", "k", "v", "attn_out", "final_norm"})
+
 
 @dataclass(frozen=True)
 class Row:
@@ -67,7 +69,7 @@ class Recording:
         parents: for each text the text that a crop or a fork has made it from.
         hits: for each text the tokens that its sequence found in the cache.
         rows: all tokens computed, in order.
-        outputs: for each step and layer the attention block's output, [N, hidden].
+        states: for each step what the observer saw of `SEEN`, by name and layer, [N, ...].
         logits: for each step, [N, vocabulary].
         snapshots: after each step, of every live sequence.
         lengths: for each step the texts that were alive and their lengths after it.
@@ -79,7 +81,7 @@ class Recording:
     parents: list[int | None] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    outputs: list[dict[int, Tensor]] = field(default_factory=list)
+    states: list[dict[tuple[str, int], Tensor]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     lengths: list[dict[int, int]] = field(default_factory=list)
@@ -114,7 +116,7 @@ class Bench:
         self._namespace = parts.namespace("trap lab")
         self._snapshots = snapshots
         self._live: dict[str, _Live] = {}
-        self._outputs: dict[int, Tensor] = {}
+        self._states: dict[tuple[str, int], Tensor] = {}
 
     def open(self, name: str, tokens: Sequence[int]) -> int:
         """Begins a sequence that is to hold `tokens`; returns how many of them the cache has already."""
@@ -136,7 +138,7 @@ class Bench:
             live = self._live[name]
             assert self.manager.reserve(live.sequence, count), "the bench's cache is too small"
             step.append(Scheduled(self._request(live), live.sequence.num_tokens, count))
-        self._outputs = {}
+        self._states = {}
         observed, self.runner.observer = self.runner.observer, self._observe
         try:
             logits = self.runner.run(step, all_logits=True)
@@ -207,8 +209,8 @@ class Bench:
         return request
 
     def _observe(self, name: str, layer: int, tensor: Tensor) -> None:
-        if name == "attn_out":
-            self._outputs[layer] = tensor
+        if name in SEEN:
+            self._states[name, layer] = tensor
 
     def _record(self, names: list[str], step: list[Scheduled], logits: Tensor) -> None:
         recording = self.recording
@@ -221,7 +223,7 @@ class Bench:
                 index += 1
             self.manager.commit(live.sequence, live.tokens[item.start : end])
             self._check_length(live, most=end)
-        recording.outputs.append(self._outputs)
+        recording.states.append(self._states)
         recording.logits.append(logits)
         recording.lengths.append({live.text: live.sequence.num_tokens for live in self._live.values()})
         if self._snapshots:

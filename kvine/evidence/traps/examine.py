@@ -14,13 +14,13 @@ from kvine.config import CacheConfig
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.evidence.progress import Progress, silent
-from kvine.evidence.traps.bench import Bench, Recording, WrongLengthError
+from kvine.evidence.traps.bench import Bench, Recording, Row, WrongLengthError
 from kvine.evidence.traps.kinds import UNKNOWN
 from kvine.evidence.traps.probes import PROBES, Probe, Words
 from kvine.evidence.traps.reads import explain_reads
 from kvine.evidence.traps.scene import Scene
-from kvine.evidence.traps.symptoms import Bounds, Symptoms, find_symptoms, measure_bounds
-from kvine.evidence.traps.textbook import Pass, Textbook
+from kvine.evidence.traps.symptoms import Bounds, Symptoms, find_symptoms, measure_bounds, own_passes
+from kvine.evidence.traps.textbook import Textbook
 from kvine.evidence.traps.writes import explain_stored
 from kvine.hub import ModelSource
 from kvine.models.load import LoadedModel, load_model
@@ -68,7 +68,6 @@ class Lab:
         self.seed = seed
         self._models: dict[str, LoadedModel] = {}
         self._books: dict[tuple[str, CacheConfig], tuple[Textbook, Bounds]] = {}
-        self._passes: dict[tuple[str, CacheConfig, tuple[int, ...]], Pass] = {}
 
     def model(self, dtype: str = "base") -> LoadedModel:
         """The model in one dtype, loaded when first asked for; on the CPU, where the textbook computes."""
@@ -88,13 +87,6 @@ class Lab:
             book = Textbook(self.model(probe.dtype), key[1])
             self._books[key] = book, measure_bounds(book, self.words().text(0, 5 * self.cache.block_size + 7))
         return self._books[key]
-
-    def compute(self, probe: Probe, token_ids: Sequence[int]) -> Pass:
-        """One text by the book."""
-        key = (probe.dtype, probe.change(self.cache), tuple(token_ids))
-        if key not in self._passes:
-            self._passes[key] = self.book(probe)[0].compute(token_ids)
-        return self._passes[key]
 
 
 def examine(lab: Lab, build: Build, *, progress: Progress = silent, probes: Sequence[Probe] = PROBES) -> Finding:
@@ -138,17 +130,19 @@ def _try(lab: Lab, build: Build, probe: Probe) -> Finding:
         (text, (meant, _)), *_ = recording.wrong_lengths.items()
         kind = UNKNOWN if recording.parents[text] is None else "rolled-back-token-returns"
         return Finding(True, kind, probe.name, None, meant, f"{recording.error}.")
-    passes = [lab.compute(probe, text) for text in recording.texts]
-    symptoms = find_symptoms(recording, passes, bounds)
+    passes = own_passes(book, recording)
+    symptoms = find_symptoms(book, recording, passes, bounds)
     if symptoms.any:
-        kind, evidence = _name(
-            Scene(book, symptoms.layer or 0, lab.cache.block_size, recording, passes, bounds), symptoms
-        )
+        scene = Scene(book, symptoms.layer or 0, lab.cache.block_size, recording, passes, bounds)
+        kind, evidence = _name(scene, symptoms)
         return Finding(True, kind, probe.name, symptoms.layer, symptoms.position, evidence)
     if recording.error is not None:
         error = recording.error
         position = recording.rows[-1].position + 1 if recording.rows else 0
         return Finding(True, "step-fails", probe.name, None, position, f"{type(error).__name__}: {error}".rstrip())
+    if left := parts.manager.bytes_referenced:
+        evidence = f"{left:,} bytes are still held after every sequence has ended"
+        return Finding(True, "blocks-never-released", probe.name, None, None, evidence)
     return Finding(False)
 
 
@@ -175,10 +169,12 @@ def _bytes(pool: KVPool, dtype: torch.dtype) -> int:
 
 
 def _name(scene: Scene, symptoms: Symptoms) -> tuple[str, str]:
+    if symptoms.fed:
+        return "other-tokens-fed", f"{len(symptoms.fed)} rows begin with the embedding of another token"
     if symptoms.layer is None:
         return _name_logits(scene, symptoms)
     if symptoms.stored:
-        explained = explain_stored(scene, symptoms.stored)
+        explained = explain_stored(scene, symptoms.stored, reads_are_right=not symptoms.reads)
         if explained is not None:
             return explained
         return UNKNOWN, f"{len(symptoms.stored)} positions of layer {scene.layer} hold other keys or values than theirs"
@@ -190,14 +186,15 @@ def _name(scene: Scene, symptoms: Symptoms) -> tuple[str, str]:
 
 def _name_logits(scene: Scene, symptoms: Symptoms) -> tuple[str, str]:
     """All layers are right, and what comes out of the last is not."""
-    recording, passes = scene.recording, scene.passes
-    rows = {step: [r for r in recording.rows if r.step == step] for step in {r.step for r in symptoms.logits}}
+    recording, decoder = scene.recording, scene.book.model.decoder
 
-    def is_anothers(row: int, step: int) -> bool:
-        ours = recording.logits[step][row].double()
-        others = (passes[r.text].logits[r.position].double() for r in rows[step] if r.index != row)
-        return any(bool(((ours - theirs).abs() <= scene.bounds.logits).all()) for theirs in others)
+    def is_anothers(row: Row) -> bool:
+        ours = recording.logits[row.step][row.index].double()
+        theirs = decoder.logits(recording.states[row.step]["final_norm", -1]).double()  # [N, vocabulary]
+        same = ((ours - theirs).abs() <= scene.bounds.logits).all(1)
+        same[row.index] = False
+        return bool(same.any())
 
-    if all(is_anothers(row.index, row.step) for row in symptoms.logits):
+    if all(is_anothers(row) for row in symptoms.logits):
         return "logits-of-another-row", "every wrong row of logits is right for another row of its step"
     return UNKNOWN, f"all layers are right; {len(symptoms.logits)} rows of logits are not"

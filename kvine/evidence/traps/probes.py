@@ -175,7 +175,7 @@ def scarce(bench: Bench, words: Words) -> None:
     b = words.block
     for number in (70, 71, 70, 72, 73, 71, 70):
         bench.open("a", words.text(number, 3 * b + 1))
-        bench.catch_up("a", chunk=2 * b)
+        bench.catch_up("a")
         bench.release("a")
 
 

@@ -27,7 +27,7 @@ def explain_reads(scene: Scene, wrong: Sequence[Row]) -> Hypothesis | None:
     singles = {row.end - row.first == 1 for row in wrong}
     is_wrong = set(wrong)
     right = [row for row in scene.recording.rows if row not in is_wrong and (row.end - row.first == 1) in singles]
-    rows = [*_spread(wrong, ROWS), *_spread([r for r in right if r.step < len(scene.recording.outputs)], ROWS)]
+    rows = [*_spread(wrong, ROWS), *_spread(right, ROWS)]
     best: tuple[float, Hypothesis] | None = None
     for hypothesis in _hypotheses(scene, wrong):
         worst = 0.0
@@ -293,7 +293,7 @@ def _fitted_scale(scene: Scene, wrong: Sequence[Row]) -> float:
 
     def distance(factor: float) -> float:
         changed = _changed(right, scale=right.scale * factor)
-        out = scene.book.block_output(scene.layer, [scene.book.attend(scene.layer, changed)])[0]
+        out = scene.book.block_output(scene.layer, scene.book.attend(scene.layer, changed)[None])[0]
         return float((out.double() - scene.actual(row).double()).square().sum())
 
     grid = [2 ** (step / 4) for step in range(-16, 17)]

@@ -58,14 +58,15 @@ class Scene:
 
     def actual(self, row: Row) -> Tensor:
         """The attention block's output for a row, [hidden]."""
-        return self.recording.outputs[row.step][self.layer][row.index]
+        return self.recording.states[row.step]["attn_out", self.layer][row.index]
 
     def residual(self, row: Row, hypothesis: Hypothesis) -> float:
         """How far a hypothesis is from what a row has really computed, in bounds: at most 1 where it fits."""
         readings = list(hypothesis.readings(self, row))
         if hypothesis.may_be_right or not readings:
             readings.append(self.right(row))
-        out = self.book.block_output(self.layer, [self.book.attend(self.layer, reading) for reading in readings])
+        heads = torch.stack([self.book.attend(self.layer, reading) for reading in readings])
+        out = self.book.block_output(self.layer, heads)
         distance = (out.double() - self.actual(row).double()).abs().amax(1).nan_to_num(nan=torch.inf)
         return float(distance.min()) / self.bounds.outputs[self.layer]
 

@@ -1,4 +1,7 @@
-"""What a recording has that the textbook has not: the wrong rows, the wrong things stored, and where they begin."""
+"""What a recording has that the textbook has not: the wrong rows, the wrong things stored, and where they begin.
+
+Each layer is judged by what it was given, so that neither rounding nor a fault of an earlier layer counts against it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +14,12 @@ from kvine.evidence.traps.textbook import Pass, Textbook
 
 # Two right computations differ by chance; few rows show only part of it. See docs/traps.md for what was measured.
 MARGIN = 16.0
-LAST_PLACES = 8.0  # and never less than so many units in the last place of a layer's largest value
+LAST_PLACES = 16.0  # and never less than so many units in the last place of a layer's largest value
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far right computations may lie apart: for each layer, and for the logits; NaN counts as beyond."""
+    """How far right computations of one layer may lie apart, for each layer; NaN counts as beyond."""
 
     outputs: list[float]
     keys: list[float]
@@ -24,26 +27,59 @@ class Bounds:
     logits: float
 
 
+@torch.inference_mode()
 def measure_bounds(book: Textbook, token_ids: Sequence[int]) -> Bounds:
-    """Computes a text's beginnings, which other matrix products and sums make, and compares them with the whole."""
-    whole = book.compute(token_ids)
-    parts = [book.compute(token_ids[:length]) for length in {1, 2, 5, len(token_ids) // 2, len(token_ids) - 1}]
+    """Compares the textbook's fp64 with the same in the model's own dtype, and whole products with single rows."""
+    given = book.inputs(token_ids)
+    exact, plain = book.judge(given), book.judge(given, book.model.dtype)
     eps = max(torch.finfo(book.model.dtype).eps, torch.finfo(book.storage).eps)
 
-    def bound(of_whole: Tensor, of_parts: Sequence[Tensor]) -> float:
-        measured = max(float((of_whole[: len(part)] - part).abs().max()) for part in of_parts)
-        return max(MARGIN * measured, LAST_PLACES * eps * float(of_whole.abs().max()))
+    def last_places(x: Tensor) -> float:
+        return LAST_PLACES * eps * float(x.abs().max())
 
-    def of_layers(name: str) -> list[float]:
-        layers = range(book.config.num_layers)
-        return [bound(getattr(whole, name)[n], [getattr(part, name)[n] for part in parts]) for n in layers]
-
+    outputs = []
+    for layer, (ours, theirs) in enumerate(zip(exact.outputs, plain.outputs, strict=True)):
+        heads = torch.randn(8, book.config.num_heads, book.config.head_dim, generator=torch.Generator().manual_seed(0))
+        at_once = book.block_output(layer, heads)
+        singly = torch.cat([book.block_output(layer, row[None]) for row in heads])
+        measured = max(float((ours - theirs).abs().max()), float((at_once - singly).abs().max()))
+        outputs.append(max(MARGIN * measured, last_places(ours)))
     return Bounds(
-        of_layers("outputs"),
-        of_layers("stored_keys"),
-        of_layers("stored_values"),
-        bound(whole.logits, [part.logits for part in parts]),
+        outputs,
+        [last_places(k) for k in exact.stored_keys],
+        [last_places(v) for v in exact.stored_values],
+        last_places(book.model.decoder.logits(book.model.decoder.final_norm(exact.outputs[-1]))),
     )
+
+
+def own_passes(book: Textbook, recording: Recording) -> list[Pass]:
+    """For each text what its layers should have made of what they were given.
+
+    A position that no step has computed for the same beginning of a text, because something else was found for it in
+    the cache, is computed by the textbook.
+    """
+    computed = {tuple(recording.texts[row.text][: row.position + 1]): row for row in recording.rows}
+    passes = []
+    for text, tokens in enumerate(recording.texts):
+        ends = [row.position + 1 for row in recording.rows if row.text == text]
+        ends += [s.positions[0][-1] + 1 for s in recording.snapshots if s.text == text and s.positions[0]]
+        tokens = tokens[: max([*ends, recording.hits[text], 1])]
+        rows = [computed.get(tuple(tokens[: position + 1])) for position in range(len(tokens))]
+        whole = book.inputs(tokens) if None in rows else None
+
+        def state(row: Row | None, position: int, layer: int, name: int, whole: object = whole) -> Tensor:
+            if row is not None:
+                return recording.states[row.step]["qkv"[name], layer][row.index]
+            assert isinstance(whole, list)
+            other: Tensor = whole[layer][name][position]
+            return other
+
+        given = [
+            tuple(torch.stack([state(row, p, layer, name) for p, row in enumerate(rows)]) for name in range(3))
+            for layer in range(book.config.num_layers)
+        ]
+        passes.append(book.judge(given))  # type: ignore[arg-type]
+    return passes
 
 
 @dataclass(frozen=True)
@@ -62,13 +98,15 @@ class Symptoms:
     """What is wrong in the first layer in which anything is.
 
     Attributes:
-        layer: that layer; None if all that is wrong are logits.
-        stored: what it holds and should not; each position of a sequence once, when it was first seen.
+        layer: that layer; None if what is wrong comes before the first or after the last.
+        fed: rows that began with another token than theirs.
+        stored: what the layer holds and should not; each position of a sequence once, when it was first seen.
         reads: rows whose attention is wrong there.
-        logits: rows whose logits are wrong, in whichever layer that began.
+        logits: rows whose logits are not those of their own last hidden state.
     """
 
     layer: int | None
+    fed: list[Row]
     stored: list[WrongStored]
     reads: list[Row]
     logits: list[Row]
@@ -76,39 +114,46 @@ class Symptoms:
     @property
     def any(self) -> bool:
         """Whether anything is wrong."""
-        return bool(self.stored or self.reads or self.logits)
+        return bool(self.fed or self.stored or self.reads or self.logits)
 
     @property
     def position(self) -> int | None:
         """The earliest wrong position, of the earliest step that shows it."""
-        seen = [(w.snapshot.step, w.position) for w in self.stored] + [(r.step, r.position) for r in self.reads]
+        seen = [(w.snapshot.step, w.position) for w in self.stored]
+        seen += [(r.step, r.position) for r in self.fed or self.reads]
         seen = seen or [(r.step, r.position) for r in self.logits]
         return min(seen)[1] if seen else None
 
 
-def find_symptoms(recording: Recording, passes: Sequence[Pass], bounds: Bounds) -> Symptoms:
-    """Compares a recording with its texts' right answers; all of one dtype and device."""
-    logits = [
-        row
-        for row in recording.rows
-        if row.step < len(recording.logits)
-        and _differs(recording.logits[row.step][row.index], passes[row.text].logits[row.position], bounds.logits)
-    ]
-    for layer in range(len(bounds.outputs)):
-        reads = [
-            row
-            for row in recording.rows
-            if row.step < len(recording.outputs)
-            and _differs(
-                recording.outputs[row.step][layer][row.index],
-                passes[row.text].outputs[layer][row.position],
-                bounds.outputs[layer],
-            )
-        ]
+@torch.inference_mode()
+def find_symptoms(book: Textbook, recording: Recording, passes: Sequence[Pass], bounds: Bounds) -> Symptoms:
+    """Compares a recording with what should have come of it."""
+    rows = recording.rows
+    decoder = book.model.decoder
+    if not rows:
+        return Symptoms(None, [], [], [], [])
+    tokens = torch.tensor([recording.texts[row.text][row.position] for row in rows])
+    fed = _differing(rows, _gather(recording, "embedding", -1), decoder.embedding(tokens), bounds.logits * 0)
+    if fed:
+        return Symptoms(None, fed, [], [], [])
+    for layer in range(book.config.num_layers):
+        right = torch.stack([passes[row.text].outputs[layer][row.position] for row in rows])
+        reads = _differing(rows, _gather(recording, "attn_out", layer), right, bounds.outputs[layer])
         stored = _wrong_stored(recording, passes, bounds, layer)
         if reads or stored:
-            return Symptoms(layer, stored, reads, logits)
-    return Symptoms(None, [], [], logits)
+            return Symptoms(layer, [], stored, reads, [])
+    last = decoder.logits(_gather(recording, "final_norm", -1))
+    logits = torch.stack([recording.logits[row.step][row.index] for row in rows])
+    return Symptoms(None, [], [], [], _differing(rows, logits, last, bounds.logits))
+
+
+def _gather(recording: Recording, name: str, layer: int) -> Tensor:
+    return torch.stack([recording.states[row.step][name, layer][row.index] for row in recording.rows])
+
+
+def _differing(rows: Sequence[Row], ours: Tensor, theirs: Tensor, bound: float) -> list[Row]:
+    within = ((ours.double() - theirs.double()).abs() <= bound).flatten(1).all(1)
+    return [row for row, right in zip(rows, within.tolist(), strict=True) if not right]
 
 
 def _wrong_stored(recording: Recording, passes: Sequence[Pass], bounds: Bounds, layer: int) -> list[WrongStored]:
@@ -126,9 +171,9 @@ def _wrong_stored(recording: Recording, passes: Sequence[Pass], bounds: Bounds, 
             )
         ]
         for index in (wrong[0] | wrong[1]).nonzero().flatten().tolist():
-            where = (snapshot.text, held[index])
             found.setdefault(
-                where, WrongStored(snapshot, index, held[index], bool(wrong[0][index]), bool(wrong[1][index]))
+                (snapshot.text, held[index]),
+                WrongStored(snapshot, index, held[index], bool(wrong[0][index]), bool(wrong[1][index])),
             )
     return list(found.values())
 
@@ -138,7 +183,3 @@ def _rows_that_differ(ours: Tensor, theirs: Tensor, bound: float) -> Tensor:
     last_place = theirs.double().abs() * torch.finfo(theirs.dtype).eps
     within = (ours.double() - theirs.double()).abs() <= bound + last_place
     return ~within.flatten(1).all(1)
-
-
-def _differs(ours: Tensor, theirs: Tensor, bound: float) -> bool:
-    return not bool(((ours.double() - theirs.double()).abs() <= bound).all())

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvine.config import CacheConfig
-from kvine.models.decoder import Observer
 from kvine.models.load import LoadedModel
 from kvine.rope_scaling import attention_scaling, inverse_frequencies
 
@@ -80,13 +79,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Pass:
-    """One text, computed by the textbook.
+    """One text as it should go through the attention of every layer.
 
     Attributes:
-        queries, keys, values: for each layer [N, H, D], not rotated.
+        queries, keys, values: for each layer [N, H, D], not rotated: what attention was given.
         stored_keys, stored_values: for each layer [N, Hkv, D], as a cache has to hold them.
         outputs: for each layer the attention block's output, [N, hidden].
-        logits: [N, vocabulary].
     """
 
     queries: list[Tensor]
@@ -95,7 +93,9 @@ class Pass:
     stored_keys: list[Tensor]
     stored_values: list[Tensor]
     outputs: list[Tensor]
-    logits: Tensor
+
+    def __len__(self) -> int:
+        return len(self.queries[0])
 
 
 class Textbook:
@@ -121,31 +121,33 @@ class Textbook:
         self.heads = torch.arange(config.num_heads) // (config.num_heads // config.num_kv_heads)
 
     @torch.inference_mode()
-    def compute(self, token_ids: Sequence[int], observer: Observer | None = None) -> Pass:
-        """The whole text at once."""
-        seen: dict[str, list[Tensor]] = {"q": [], "k": [], "v": [], "attn_out": []}
-
-        def observe(name: str, layer: int, tensor: Tensor) -> None:
-            if name in seen:
-                seen[name].append(tensor)
-
-        stored: list[tuple[Tensor, Tensor]] = []
+    def inputs(self, token_ids: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """q, k and v of each layer, [N, H, D] and not rotated, of a whole text computed at once."""
+        given: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            stored.append(self.stored(layer, k, v, torch.arange(len(k))))
-            return self._attend_all(layer, q, *stored[-1])
+            given.append((q, k, v))
+            return self._attend_all(layer, q, *self.stored(layer, k, v, torch.arange(len(k))), torch.float64)
 
         ids = torch.tensor(token_ids)
-        hidden = self.model.decoder.forward(ids, torch.arange(len(ids)), attend, observe)
-        return Pass(
-            seen["q"],
-            seen["k"],
-            seen["v"],
-            [k for k, _ in stored],
-            [v for _, v in stored],
-            seen["attn_out"],
-            self.model.decoder.logits(hidden),
-        )
+        self.model.decoder.forward(ids, torch.arange(len(ids)), attend)
+        return given
+
+    @torch.inference_mode()
+    def judge(self, given: Sequence[tuple[Tensor, Tensor, Tensor]], arithmetic: torch.dtype = torch.float64) -> Pass:
+        """What each layer's attention has to make of the q, k and v that it was given.
+
+        Args:
+            given: q, k and v of each layer, [N, H, D] and not rotated.
+            arithmetic: dtype of scores and sums.
+        """
+        stored = [self.stored(layer, k, v, torch.arange(len(k))) for layer, (_, k, v) in enumerate(given)]
+        outputs = [
+            self.block_output(layer, self._attend_all(layer, q, *stored[layer], arithmetic))
+            for layer, (q, _, _) in enumerate(given)
+        ]
+        qs, ks, vs = (list(column) for column in zip(*given, strict=True))
+        return Pass(qs, ks, vs, [k for k, _ in stored], [v for _, v in stored], outputs)
 
     def rotate(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """`x` [N, H, D] at `positions` [N], as complex numbers of dimension i and i + R / 2; fp64."""
@@ -193,10 +195,10 @@ class Textbook:
         return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
 
     @torch.inference_mode()
-    def block_output(self, layer: int, heads: Sequence[Tensor]) -> Tensor:
-        """Attention of n queries, each [Hq, D], through the output projection: [n, hidden]."""
+    def block_output(self, layer: int, heads: Tensor) -> Tensor:
+        """Attention of n queries, [n, Hq, D], through the output projection: [n, hidden]."""
         block = self.model.decoder.layers[layer]
-        out = block.o_proj(torch.stack(list(heads)).to(self.model.dtype).flatten(1))
+        out = block.o_proj(heads.to(self.model.dtype).flatten(1))
         return out if block.post_attn_norm is None else block.post_attn_norm(out)
 
     def _encode(self, x: Tensor) -> Tensor:
@@ -204,17 +206,21 @@ class Textbook:
             x = x.float().clamp(-65504.0, 65504.0)
         return x.to(self.storage)
 
-    def _attend_all(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`attend` for every row of one text, all at once."""
+    def _attend_all(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, arithmetic: torch.dtype) -> Tensor:
+        """Every row of one text over stored keys and values, all at once; [N, Hq, D] in q's dtype."""
         rule, n = self.rules[layer], len(q)
         positions = torch.arange(n)
-        sink_positions = torch.tensor([rule.sink_position(p) for p in range(n)])
-        k, v = (x.to(q.dtype).double()[:, self.heads] for x in (keys, values))  # [N, Hq, D]
-        own = torch.einsum("qhd,khd->hqk", self.rotate(layer, q, positions).to(q.dtype).double(), k)
+        k, v = (x.to(q.dtype).to(arithmetic)[:, self.heads] for x in (keys, values))  # [N, Hq, D]
+
+        def scores_at(places: Tensor) -> Tensor:  # [Hq, N, N]
+            rotated = self.rotate(layer, q, places).to(q.dtype).to(arithmetic)
+            return torch.einsum("qhd,khd->hqk", rotated, k)
+
+        scores = scores_at(positions)
         if rule.moves_sinks:
-            moved = torch.einsum("qhd,khd->hqk", self.rotate(layer, q, sink_positions).to(q.dtype).double(), k)
-            own = torch.where(positions < rule.sinks, moved, own)
-        scores = own * self.config.attention_scale
+            places = torch.tensor([rule.sink_position(p) for p in range(n)])
+            scores = torch.where(positions < rule.sinks, scores_at(places), scores)
+        scores = scores * self.config.attention_scale
         cap = self.config.attention_softcap
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
