@@ -3,8 +3,10 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from doc_pages import FENCE, ROOT, TRANSLATED, blocks, title, translations
 
 DOCS = ROOT / "docs"
@@ -95,6 +97,18 @@ def test_every_lesson_is_there_in_both_languages() -> None:
     wanted = [*tutorials, DOCS / "index.md", DOCS / "quiz.md", DOCS / "misconceptions.md"]
     assert len(tutorials) >= 13
     assert [title(page) for page in wanted if not page.with_suffix(TRANSLATED).exists()] == []
+
+
+def test_every_title_of_the_navigation_is_translated() -> None:
+    def titles(entry: Any) -> set[str]:
+        if isinstance(entry, dict):
+            return set(entry) | {title for value in entry.values() for title in titles(value)}
+        return {title for value in entry for title in titles(value)} if isinstance(entry, list) else set()
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    languages = next(plugin["i18n"]["languages"] for plugin in config["plugins"] if "i18n" in plugin)
+    chinese = next(language["nav_translations"] for language in languages if language["locale"] == "zh-TW")
+    assert set(chinese) == titles(config["nav"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
