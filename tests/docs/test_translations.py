@@ -89,7 +89,7 @@ def links(page: Path) -> Counter[str]:
 
 
 def codes(page: Path) -> set[str]:
-    return set(CODE.findall(outside_of_blocks(page)))
+    return {re.sub(r"\s+", " ", code) for code in CODE.findall(outside_of_blocks(page))}
 
 
 def test_every_lesson_is_there_in_both_languages() -> None:
