@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 
 ROOT = Path(__file__).parent.parent.parent
 TRANSLATED = ".zh-TW.md"
@@ -76,7 +75,7 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
             begin = number
             while lines[number].strip() != "```":
                 number += 1
-            text = dedent("\n".join(lines[begin:number]))
+            text = "\n".join(inner.removeprefix(fence["indent"]) for inner in lines[begin:number])
             yield Block(fence["language"], text, begin, fence["indent"], frozenset(marks), follows)
             marks, follows = set(), True
             number += 1
