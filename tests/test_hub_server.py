@@ -31,6 +31,12 @@ REPOS = {
         "pytorch_model.bin": b"pickle",
         "onnx/model.safetensors": b"",
     },
+    "org/sharded": {
+        "config.json": b"{}",
+        "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}',
+        "model-00001-of-00001.safetensors": b"weights",
+        "tokenizer.json": b"{}",
+    },
     "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
 }
 
@@ -229,6 +235,34 @@ print([(model.name, str(model.path)) for model in hub.cached_models()])
     assert "not on this disk" in served.run('show(lambda: hub.resolve("org/checkpoint", fetch=False))')[0]
     served.run('hub.pull("org/checkpoint")')
     assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("org/checkpoint", {"config.json"}),
+        ("org/sharded", {"config.json", "model.safetensors.index.json"}),
+        ("org/pickles", {"config.json"}),
+    ],
+)
+def test_a_config_comes_without_the_weights(served: Hub, name: str, wanted: set[str]):
+    find = f'print(hub.find_config("{name}", progress=progress))\nprint(progress.messages)'
+    first = served.run(find)
+    assert {path.name for path in Path(first[0]).iterdir()} == wanted
+    assert first[1] == str([f"Fetching the config of {name}, and no weights."])
+    gets = {line.rpartition("/")[2] for line in served.asked if line.startswith("GET") and "/resolve/" in line}
+    assert gets == wanted
+    served.asked.clear()
+    assert served.run(find) == [first[0], "[]"]
+    assert served.asked == [], "what is here is not asked for again"
+    assert "not on this disk" in served.run(f'show(lambda: hub.resolve("{name}", fetch=False))')[0]
+
+
+def test_no_config_where_there_is_no_model(served: Hub):
+    names = {"org/nothing": "neither on this disk", "org/gated": "is gated", "org/ggufs": "has no config.json"}
+    lines = served.run(f"for name in {list(names)}: show(lambda: hub.find_config(name))")
+    for line, message in zip(lines, names.values(), strict=True):
+        assert line.startswith("error ") and message in line
 
 
 def test_hub_ids_that_cannot_be(served: Hub):

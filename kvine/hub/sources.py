@@ -306,13 +306,13 @@ def _pull_snapshot(name: str, progress: Progress) -> ModelSource:
 
 
 def _fetch_config(name: str, progress: Progress) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
-    except LocalEntryNotFoundError:
-        progress.message(f"Fetching the config of {name}, and no weights.")
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    progress.message(f"Fetching the config of {name}, and no weights.")
     try:
         probe_hub(HubFile(name, "main", "config.json"), _HUB_ID_SECONDS)
         with quiet_hub():

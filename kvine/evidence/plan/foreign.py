@@ -51,7 +51,9 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3": _Family(head_norms=True),
     "mixtral": _Family(experts="num_local_experts", window="all"),
     "qwen3_moe": _Family(head_norms=True, experts="num_experts", expert_size="moe_intermediate_size"),
-    "gpt_oss": _Family(attention_bias=True, sink_logits=True, experts="num_local_experts", expert_bias=True),
+    "gpt_oss": _Family(
+        attention_bias=True, sink_logits=True, experts="num_local_experts", expert_bias=True, window="even"
+    ),
     "gemma2": _Family(norms=4, tied=True, window="even"),
     "phi3": _Family(window="all"),
 }
