@@ -2,7 +2,7 @@
 
     python tests/docs/doc_runs.py docs/quiz.md ...
 
-writes into pages what their code prints now; look at the difference before you commit it.
+writes into pages, and into their translations, what their code prints now; look at the difference before you commit it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from doc_pages import Block, Command, blocks, commands
+from doc_pages import TRANSLATED, Block, Command, blocks, commands
 from typer.testing import CliRunner
 
 import kvine.llm
@@ -103,13 +103,25 @@ def _run(command: Command) -> tuple[int, str]:
 
 
 def rewrite(page: Path) -> None:
-    """Puts what the code of a page prints where the page shows it."""
-    lines = page.read_text(encoding="utf-8").split("\n")
-    outputs = [*run_python(page), *(shown for shown in run_commands(page) if shown.begin < shown.end)]
-    for shown in sorted(outputs, key=lambda output: output.block.line + output.begin, reverse=True):
-        new = [(shown.block.indent + line).rstrip() for line in shown.printed.split("\n")]
-        lines[shown.block.line + shown.begin : shown.block.line + shown.end] = new
-    page.write_text("\n".join(lines), encoding="utf-8")
+    """Puts what the code of a page prints where the page shows it, and where its translation does."""
+    printed = {_place(page, shown): shown.printed for shown in (*run_python(page), *run_commands(page))}
+    for file in filter(Path.exists, (page, page.with_suffix(TRANSLATED))):
+        there = [
+            Shown(block, 0, len(block.text.splitlines()), "") for block in blocks(file) if block.language == "text"
+        ]
+        there += [Shown(command.block, command.begin, command.end, "") for command in commands(file)]
+        lines = file.read_text(encoding="utf-8").split("\n")
+        for shown in sorted(there, key=lambda shown: shown.block.line + shown.begin, reverse=True):
+            if shown.begin < shown.end and (new := printed.get(_place(file, shown))) is not None:
+                begin, end = (shown.block.line + offset for offset in (shown.begin, shown.end))
+                lines[begin:end] = [(shown.block.indent + line).rstrip() for line in new.split("\n")]
+        file.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _place(page: Path, shown: Shown) -> tuple[int, int]:
+    """Which block of a page, and how many commands of that block come before: the same in a translation."""
+    lines = shown.block.text.splitlines()[: shown.begin]
+    return blocks(page).index(shown.block), sum(line.startswith("$ ") for line in lines)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_a_translation_has_the_code_of_its_page(page: Path) -> None:
     for our, their in zip(ours, theirs, strict=True):
         if our.language == "python":
             assert same_code(our, their), f"{title(page)}:{our.line}"
-    typed = [[shlex.split(c.line, comments=True) for c in commands(p)] for p in (page, original)]
+    typed = [[(shlex.split(c.line, comments=True), c.output) for c in commands(p)] for p in (page, original)]
     assert typed[0] == typed[1]
     shown = [[b.text for b in blocks(p) if b.language == "text" and b.follows] for p in (page, original)]
     assert shown[0] == shown[1]
