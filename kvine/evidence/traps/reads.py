@@ -15,6 +15,7 @@ from kvine.evidence.traps.textbook import Reading
 _Readings = Callable[[Scene, Row], Candidates]
 _Place = Callable[[Scene, Row], int]
 RECTANGLES = (64, 128, 256, 512, 1024, 2048)  # widths to which batches are commonly padded
+TOLERANCE = 16.0  # bounds that a hypothesis may be off, where the symptom is as many times larger
 ROWS = 32  # that a hypothesis has to reproduce; more would only take longer
 
 
@@ -28,16 +29,25 @@ def explain_reads(scene: Scene, wrong: Sequence[Row]) -> Hypothesis | None:
     is_wrong = set(wrong)
     right = [row for row in scene.recording.rows if row not in is_wrong and (row.end - row.first == 1) in singles]
     rows = [*_spread(wrong, ROWS), *_spread(right, ROWS)]
+    symptom = max(scene.residual(row, _RIGHT) for row in _spread(wrong, ROWS))
+    enough = max(
+        1.0, min(TOLERANCE, symptom / TOLERANCE)
+    )  # other sums round otherwise: only a clear fault may use that
     best: tuple[float, Hypothesis] | None = None
     for hypothesis in _hypotheses(scene, wrong):
         worst = 0.0
         for row in rows:
             worst = max(worst, scene.residual(row, hypothesis))
-            if worst > 1:
+            if worst > enough:
                 break
-        if worst <= 1 and (best is None or worst < best[0] / 4):  # an earlier one gives way only to a much closer one
+        if worst <= enough and (
+            best is None or worst < best[0] / 4
+        ):  # an earlier one gives way only to a much closer one
             best = worst, hypothesis
     return None if best is None else best[1]
+
+
+_RIGHT = Hypothesis("", "what has to be read", lambda scene, row: [scene.right(row)])
 
 
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:
