@@ -80,11 +80,14 @@ def _point_table(outcome: "Curves", curve: "Curve") -> "Table":
         "new tokens after a prompt of that length" if curve.grow == "prompt" else "token of prompt before the output"
     )
     table = Table(
-        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: the {curve.grow} grows, {curve.fixed} {after}"
+        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: the {curve.grow} grows, {curve.fixed} {after}",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
     )
-    for name in (curve.grow, "path", "last step, ms", "pairs of a head", "GFLOP", "MB read", "in all, s"):
-        table.add_column(name, justify="left" if name == "path" else "right")
-    table.add_column("pairs of a head", justify="right")
+    of_step = ("last step\nms", "pairs of\na head", "\nGFLOP", "\nMB read")
+    for name in (f"\n{curve.grow}", "\npath", *of_step, "in all\ns", "pairs of\na head"):
+        table.add_column(name, justify="left" if name == "\npath" else "right")
     for point in sorted(curve.points, key=lambda point: point.size):
         table.add_row(
             f"{point.size:,}",
@@ -95,7 +98,6 @@ def _point_table(outcome: "Curves", curve: "Curve") -> "Table":
             f"{point.step.bytes / 1e6:,.1f}",
             f"{point.total_ms / 1e3:,.2f}",
             f"{point.total.pairs / outcome.heads:,.0f}",
-            end_section=point.path == "cached",
         )
     return table
 
@@ -104,16 +106,29 @@ def _fit_table(curve: "Curve") -> "Table":
     from rich.table import Table
 
     law = curve.fits[0].law
-    table = Table(title=f"Exponents over {law.low:,.0f} to {law.high:,.0f} tokens of text, R² in brackets")
-    table.add_column("path")
-    table.add_column("of")
-    for name in ("time", "pairs", "FLOPs", "bytes", "theory", "of bytes"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title=f"Exponents over {law.low:,.0f} to {law.high:,.0f} tokens of text",
+        caption="R²: of the time's law. Theory: for long texts.",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
+    for name in ("path", "of", "time", "R²", "pairs", "FLOPs", "theory", "bytes", "theory"):
+        table.add_column(name, justify="left" if name in ("path", "of") else "right")
     groups: dict[tuple[str, str], dict[str, Fit]] = {}
     for fit in curve.fits:
         groups.setdefault((fit.path, fit.per), {})[fit.what] = fit
     for (path, per), fits in groups.items():
-        shown = [f"{fits[what].law.exponent:.2f} ({fits[what].law.r2:.3f})" for what in fits]
-        theory = [f"{fits[what].theory:g}" for what in ("pairs", "bytes")]
-        table.add_row(path, "a step" if per == "step" else "in all", *shown, *theory)
+        exponents = {what: f"{fit.law.exponent:.2f}" for what, fit in fits.items()}
+        table.add_row(
+            path,
+            "a step" if per == "step" else "in all",
+            exponents["time"],
+            f"{fits['time'].law.r2:.3f}",
+            exponents["pairs"],
+            exponents["flops"],
+            f"{fits['pairs'].theory:g}",
+            exponents["bytes"],
+            f"{fits['bytes'].theory:g}",
+        )
     return table

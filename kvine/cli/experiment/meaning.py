@@ -89,7 +89,7 @@ def _layer_table(outcome: "Meaning", token: "TokenMeaning") -> "Table":
             f"{outcome.model}, {outcome.dtype} on {outcome.device}: {token.piece!r} ({token.token_id}) at positions "
             f"{token.positions[0]} and {token.positions[1]}"
         ),
-        caption="K and V: relative distance. cached: K as the cache keeps it, rotated. others: of other tokens, median.",
+        caption="K, V: relative distance. cached: K as the cache keeps it, rotated. others: other tokens, median.",
         box=None,
         pad_edge=False,
         header_style="dim",

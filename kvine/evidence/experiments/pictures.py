@@ -92,5 +92,6 @@ def draw_meaning(outcome: Meaning, path: Path) -> None:
 def _distances(panel: "Axes", layers: list[int], pairs: list[tuple[float, float]], what: str) -> None:
     panel.bar(layers, [own for own, _ in pairs], color="tab:blue", label="the same token")
     panel.plot(layers, [others for _, others in pairs], "o-", color="tab:gray", label="other tokens, median")
+    panel.locator_params(axis="x", integer=True)
     panel.set(xlabel="layer", ylabel="relative distance", title=what)
     panel.legend()

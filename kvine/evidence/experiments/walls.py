@@ -121,7 +121,7 @@ def run_walls(
         RequestError: for a number below 1.
         ContextLengthError: for a context that the model does not have.
     """
-    if min((steps, *batches, *contexts), default=0) < 1:
+    if not batches or not contexts or min(steps, *batches, *contexts) < 1:
         raise RequestError("Batches, contexts and steps are whole numbers from 1.")
     limit = llm.model.config.max_context
     if max(contexts) >= limit:
