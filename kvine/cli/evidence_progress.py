@@ -1,6 +1,7 @@
 """Progress of measurements that take minutes, with an estimate that follows from what has been measured so far."""
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -14,9 +15,10 @@ class EvidenceProgress:
 
     Args:
         unit: what is counted.
+        units: what is counted instead, by what is being done.
     """
 
-    def __init__(self, unit: str = "tokens") -> None:
+    def __init__(self, unit: str = "tokens", units: Mapping[str, str] | None = None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = stderr_console()
@@ -24,13 +26,14 @@ class EvidenceProgress:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn(f"{unit}, about"),
+            TextColumn("{task.fields[unit]}, about"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._console,
             transient=True,
         )
         self._unit = unit
+        self._units = units or {}
         self._what: str | None = None
         self._began = self._said = 0.0
 
@@ -52,10 +55,10 @@ class EvidenceProgress:
             if self._console.is_terminal:
                 for task in self._bars.task_ids:
                     self._bars.remove_task(task)
-                self._bars.add_task(what, total=total)
+                self._bars.add_task(what, total=total, unit=self._units.get(what, self._unit))
         if self._console.is_terminal:
             self._bars.update(self._bars.task_ids[-1], completed=done)
         elif (done == 1 and now - self._began > 1) or now - self._said > REPORT_SECONDS:
             self._said = now
             left = (now - self._began) / done * (total - done) if done else 0.0
-            note(f"{what}: {done} of {total} {self._unit}, about {left:.0f} s left")
+            note(f"{what}: {done} of {total} {self._units.get(what, self._unit)}, about {left:.0f} s left")

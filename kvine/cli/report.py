@@ -19,6 +19,7 @@ def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[st
         "model": llm.source.name,
         "dtype": dtype_name(llm),
         "text": result.text,
+        "prompt_ids": result.prompt_ids,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "detail": result.detail,

@@ -1,28 +1,56 @@
 """`kvine verify`: does the cache change anything? Exit code 0 without a fault, 1 with one."""
 
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvine.cli.options import ModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
+from kvine.cli.verify_cells import cells_json, cells_view
+from kvine.errors import RequestError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from kvine.evidence.judge import Divergence, Report, Rounding, Run
 
 FAULT = 1
 NEW_TOKENS, QUICK_NEW_TOKENS = 64, 16
+CELL_TOKENS, QUICK_CELL_TOKENS = 8, 4
 STYLES = {"reference": "dim", "identical": "green", "rounding": "yellow", "fault": "bold red", "not run": "dim"}
+
+
+class Part(StrEnum):
+    """A part of `kvine verify` that can be run alone."""
+
+    PATHS = "paths"
+    CELLS = "cells"
 
 
 @spread_options
 def verify(
     model: ModelOptions,
     new_tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens to generate; {NEW_TOKENS}, or {QUICK_NEW_TOKENS} with --quick.")
+        int | None,
+        typer.Option(
+            help=f"Tokens to generate; paths: {NEW_TOKENS}, or {QUICK_NEW_TOKENS} with --quick; cells: {CELL_TOKENS}, "
+            f"or {QUICK_CELL_TOKENS}."
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A prompt of 70 tokens instead of 1,929.")] = False,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Paths on 69 tokens of prompt instead of 1,929; fewer cells.")
+    ] = False,
+    only: Annotated[
+        Part | None, typer.Option(help="Only the long text by several paths, or only short ones with all options.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt, for paths and cells.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts of the cells: one a line, or what `kvine generate --json` wrote."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of cells.")] = 0,
     inject: Annotated[
         str | None,
         typer.Option(metavar="NAME|all", help="Check the checker: build in a fault of `kvine traps` and find it."),
@@ -31,8 +59,9 @@ def verify(
 ) -> None:
     """Check that the cache changes nothing: compare it with cache-free computing, and with transformers.
 
-    Generates greedily, past any end of text, in four ways, in fp32 and in the compute dtype. A difference counts as
-    rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick about one.
+    A long text by four paths, and short ones in cells that combine all options (block size, chunks, prefix hits, batch
+    mates, preemption, forks, windows, ...) two by two; in fp32 and in the compute dtype. A difference counts as
+    rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick a few.
     """
     if inject is not None:
         from kvine.cli.traps import inject as inject_faults
@@ -44,20 +73,29 @@ def verify(
     from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT
     from kvine.hub import resolve
 
+    if prompt is not None and prompts is not None:
+        raise RequestError("--prompt and --prompts both say what the cells read: give one of them.")
     with FetchProgress() as fetching:
         source = resolve(model.model, progress=fetching)
     with ended_by_interrupt():
+        from kvine.evidence.cells.prompts import Source, built_in, read_prompts
+        from kvine.evidence.verify import CellOptions, PathOptions
         from kvine.evidence.verify import verify as run_verify
 
-    if new_tokens is None:
-        new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
-    if prompt is None:
-        prompt = QUICK_PROMPT if quick else DEFAULT_PROMPT
-    with EvidenceProgress() as progress:
+    if prompts is not None:
+        sources = read_prompts(prompts)
+    else:
+        sources = built_in(quick=quick) if prompt is None else [Source("--prompt", prompt)]
+    long_tokens, short_tokens = (QUICK_NEW_TOKENS, QUICK_CELL_TOKENS) if quick else (NEW_TOKENS, CELL_TOKENS)
+    paths = PathOptions(
+        prompt or (QUICK_PROMPT if quick else DEFAULT_PROMPT), long_tokens if new_tokens is None else new_tokens
+    )
+    cells = CellOptions(sources, short_tokens if new_tokens is None else new_tokens, quick, seed)
+    with EvidenceProgress(units={"cells": "cells", "prompts by transformers": "prompts"}) as progress:
         report = run_verify(
             source,
-            prompt=prompt,
-            new_tokens=new_tokens,
+            None if only == Part.CELLS else paths,
+            None if only == Part.PATHS else cells,
             dtype=model.dtype,
             device=model.device,
             threads=model.threads,
@@ -73,7 +111,7 @@ def verify(
 
 def report_json(report: "Report") -> dict[str, Any]:
     """The report as `--json` prints it; numbers that are not finite become null."""
-    return {
+    return ({} if report.cells is None else cells_json(report.cells)) | {
         "ok": report.ok,
         "model": report.model,
         "prompt_tokens": report.prompt_tokens,
@@ -86,7 +124,28 @@ def report_json(report: "Report") -> dict[str, Any]:
 
 
 def show_report(report: "Report") -> None:
-    """The report as a table, and its outcome in one line."""
+    """The report as tables, and its outcome in one line."""
+    from rich.text import Text
+
+    views = [] if report.cells is None else cells_view(report.cells)
+    if report.runs:
+        views += _runs_view(report)
+    faults = [f"{sum(run.verdict == 'fault' for run in report.runs)} of {len(report.runs)} runs"] if report.runs else []
+    if report.cells is not None:
+        faults.append(f"{len(report.cells.faults)} of {len(report.cells.cells)} cells")
+    if not report.ok:
+        views.append(Text(f"{' and '.join(faults)} show a fault.", style="bold red"))
+    else:
+        outcome = "No fault: all differences are within rounding. The reference is the cache-free path."
+        cells = () if report.cells is None else report.cells.cells
+        if "not run" in {*(run.verdict for run in report.runs), *(cell.verdict for cell in cells)}:
+            outcome += " What was not run is not part of this."
+        views.append(Text(outcome, style="green"))
+    show_output(*views)
+
+
+def _runs_view(report: "Report") -> list["RenderableType"]:
+    """The paths as a table, then a line for all that needs one."""
     from rich.table import Table
     from rich.text import Text
 
@@ -109,15 +168,7 @@ def show_report(report: "Report") -> None:
     lines = [Text(f"{run.path}, {run.dtype}: {run.reason}") for run in report.runs if run.reason is not None]
     lines += [Text(_divergence_line(run, run.first_divergence)) for run in report.runs if run.first_divergence]
     lines += [Text(_rounding_line(rounding)) for rounding in report.rounding]
-    faults = sum(run.verdict == "fault" for run in report.runs)
-    if faults:
-        lines.append(Text(f"{faults} of {len(report.runs)} runs show a fault.", style="bold red"))
-    else:
-        outcome = "No fault: all differences are within rounding. The reference is the cache-free path."
-        if any(run.verdict == "not run" for run in report.runs):
-            outcome += " What was not run is not part of this."
-        lines.append(Text(outcome, style="green"))
-    show_output(table, *lines)
+    return [table, *lines]
 
 
 def _divergence_line(run: "Run", at: "Divergence") -> str:

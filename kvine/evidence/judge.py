@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from kvine.engine.build import DTYPE_NAMES
 from kvine.evidence.paths import Record
+
+if TYPE_CHECKING:
+    from kvine.evidence.cells.outcome import CellsReport
 
 Verdict = Literal["reference", "identical", "rounding", "fault", "not run"]
 
@@ -103,17 +106,18 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Report:
-    """All runs, and what they were judged by."""
+    """All runs, what they were judged by, and all cells; what was not asked for is empty or None."""
 
     model: str
     prompt_tokens: int
     runs: tuple[Run, ...]
     rounding: tuple[Rounding, ...]
+    cells: "CellsReport | None" = None
 
     @property
     def ok(self) -> bool:
-        """Whether no run shows a fault."""
-        return all(run.verdict != "fault" for run in self.runs)
+        """Whether neither a run nor a cell shows a fault."""
+        return all(run.verdict != "fault" for run in self.runs) and not (self.cells and self.cells.faults)
 
 
 def measure_rounding(dtype: torch.dtype, reference: Record, control: Tensor) -> Rounding:

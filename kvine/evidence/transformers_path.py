@@ -1,7 +1,7 @@
 """The path that shares no line with Kvine: transformers' own `generate`, loaded from the same file."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from kvine.evidence.paths import Record, Step
 from kvine.hub import ModelSource
+
+# A path of another library: prompt, text to be held to, vocabulary size, what to tell.
+OtherPath = Callable[[Sequence[int], Sequence[int], int, Step], Record]
 
 
 class PathUnavailableError(Exception):

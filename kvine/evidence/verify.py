@@ -5,19 +5,26 @@ The reference is the cache-free path: it recomputes everything for every token a
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
 from kvine.config import EngineConfig
-from kvine.engine.build import DTYPE_NAMES
+from kvine.engine.build import DTYPE_NAMES, standard_parts
 from kvine.engine.cache_free import DenseRunner
 from kvine.engine.engine import EngineParts
+from kvine.engine.request import checked_ids
 from kvine.errors import RequestError, StepError
+from kvine.evidence.cells import prompts
+from kvine.evidence.cells.factors import Scope
+from kvine.evidence.cells.oracle import Oracle
+from kvine.evidence.cells.run import Bench, CellRuns
 from kvine.evidence.judge import Report, Rounding, Run, judge, judge_reference, measure_rounding
 from kvine.evidence.paths import Record, Step, run_cache_free, run_cached, run_in_company
 from kvine.evidence.progress import Progress, silent
 from kvine.evidence.row_split import split_logits
-from kvine.evidence.transformers_path import PathUnavailableError, TransformersPath
+from kvine.evidence.transformers_path import OtherPath, PathUnavailableError, TransformersPath
 from kvine.hub import ModelSource
 from kvine.llm import LLM
 from kvine.text.tokenizer import Tokenizer
@@ -27,58 +34,93 @@ CACHED = "cached"
 IN_COMPANY = "cached, chunks in a batch"
 TRANSFORMERS = "transformers"
 
-# A path of another library, made only when its turn comes: prompt, text to be held to, vocabulary size, what to tell.
-OtherPath = Callable[[Sequence[int], Sequence[int], int, Step], Record]
+
+@dataclass(frozen=True)
+class PathOptions:
+    """The long text that all paths compute.
+
+    Attributes:
+        prompt: what every path reads.
+        new_tokens: tokens to generate, end of text or not.
+    """
+
+    prompt: str
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """The short texts that cells compute.
+
+    Attributes:
+        prompts: what they read.
+        new_tokens: after each.
+        quick: whether few levels of each factor should do.
+        seed: of the covering design.
+    """
+
+    prompts: Sequence[prompts.Source]
+    new_tokens: int
+    quick: bool = False
+    seed: int = 0
 
 
 def verify(
     source: ModelSource,
+    paths: PathOptions | None,
+    cells: CellOptions | None,
     *,
-    prompt: str,
-    new_tokens: int,
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Report:
-    """Compares all paths on one model, in its compute dtype and in fp32.
+    """Compares all paths, and runs all cells, on one model, in its compute dtype and in fp32.
 
     Args:
         source: the model.
-        prompt: what every path reads.
-        new_tokens: tokens to generate, end of text or not.
+        paths, cells: what to run; None leaves it out.
         dtype, device, threads: as `LLM` takes them.
-        progress: told of every token of every path.
+        progress: told of every token of every path, and of every cell.
 
     Raises:
-        RequestError: if the prompt and the tokens asked for do not fit.
+        RequestError: if a prompt and the tokens asked for do not fit.
         ConfigError, ModelLoadError: as `LLM` does.
     """
     runs: list[Run] = []
     measured: list[Rounding] = []
+    cell_runs: CellRuns | None = None
     length = 0
+    done: set[torch.dtype] = set()
     for name in (dtype, "fp32"):
         llm = LLM(source, dtype=name, device=device, threads=threads)
-        if DTYPE_NAMES[llm.model.dtype] in (rounding.dtype for rounding in measured):
+        if llm.model.dtype in done:
             break  # its compute dtype is fp32
-        ids = llm.encode(prompt)
-        length = len(ids)
-        in_dtype, rounding = compare(
-            llm.parts,
-            llm.dense,
-            llm.engine_config,
-            ids,
-            new_tokens,
-            dtype=llm.model.dtype,
-            other=_transformers(source, llm.model.dtype, llm.model.device),
-            piece=_piece(llm.tokenizer),
-            progress=progress,
-        )
-        runs += in_dtype
-        measured.append(rounding)
-        del llm
+        done.add(llm.model.dtype)
+        open_other = cache(partial(TransformersPath, source, llm.model.dtype, llm.model.device))
+        if cells is not None and cell_runs is None:
+            cell_runs = _design(llm, cells, progress)  # before the paths, for it refuses prompts that cannot be read
+        if paths is not None:
+            ids = llm.encode(paths.prompt)
+            length = len(ids)
+            in_dtype, rounding = compare(
+                llm.parts,
+                llm.dense,
+                llm.engine_config,
+                ids,
+                paths.new_tokens,
+                dtype=llm.model.dtype,
+                other=partial(_run_other, open_other),
+                piece=_piece(llm.tokenizer),
+                progress=progress,
+            )
+            runs += in_dtype
+            measured.append(rounding)
+        if cell_runs is not None:
+            cell_runs.run(_bench(llm, open_other))
+        del llm, open_other
         gc.collect()  # engines and requests refer to each other: let go of one model before the next is loaded
-    return Report(source.name, length, tuple(runs), tuple(measured))
+    return Report(source.name, length, tuple(runs), tuple(measured), None if cell_runs is None else cell_runs.report)
 
 
 def compare(
@@ -121,7 +163,8 @@ def compare(
 
     reference = run_cache_free(parts, dense, prompt_ids, new_tokens, step(CACHE_FREE))
     text = reference.chosen
-    control = split_logits(dense, [*prompt_ids, *text[:-1]], new_tokens, dtype)[:, : parts.vocab_size]
+    vocab_size = parts.sampler.vocab_size  # without the rows that only pad the model's
+    control = split_logits(dense, [*prompt_ids, *text[:-1]], new_tokens, dtype)[:, :vocab_size]
     rounding = measure_rounding(dtype, reference, control)
     runs = [judge_reference(CACHE_FREE, reference, rounding)]
     paths: dict[str, Callable[[Step], Record]] = {
@@ -129,7 +172,7 @@ def compare(
         IN_COMPANY: lambda on_step: run_in_company(parts, config, prompt_ids, text, on_step),
     }
     if other is not None:
-        paths[TRANSFORMERS] = lambda on_step: other(prompt_ids, text, parts.vocab_size, on_step)
+        paths[TRANSFORMERS] = lambda on_step: other(prompt_ids, text, vocab_size, on_step)
     for path, run in paths.items():
         try:
             record = run(step(path))
@@ -156,9 +199,35 @@ def _check_room(parts: EngineParts, config: EngineConfig, prompt_tokens: int, ne
         raise RequestError(f"The cache cannot hold {total} tokens: use --quick, or give a shorter prompt.")
 
 
-def _transformers(source: ModelSource, dtype: torch.dtype, device: torch.device) -> OtherPath:
-    """Loads only when its turn comes, and keeps nothing afterwards."""
-    return lambda *call: TransformersPath(source, dtype, device).run(*call)
+def _run_other(
+    open_other: Callable[[], TransformersPath],
+    prompt_ids: Sequence[int],
+    text: Sequence[int],
+    vocab_size: int,
+    on_step: Step,
+) -> Record:
+    """Loads the other library's model only when its turn comes."""
+    return open_other().run(prompt_ids, text, vocab_size, on_step)
+
+
+def _design(llm: LLM, options: CellOptions, progress: Progress) -> CellRuns:
+    """The cells of a model whose compute dtype is that of `llm`."""
+    if options.new_tokens < 1:
+        raise RequestError(f"Comparing needs at least 1 new token; {options.new_tokens} were asked for.")
+    encoded = prompts.encode(options.prompts, lambda prompt: checked_ids(llm.encode(prompt), llm.parts.vocab_size))
+    dtypes = tuple(dict.fromkeys((DTYPE_NAMES[llm.model.dtype], "fp32")))
+    return CellRuns(Scope(llm.model.config, encoded, dtypes, options.new_tokens, options.quick), options.seed, progress)
+
+
+def _bench(llm: LLM, open_other: Callable[[], TransformersPath]) -> Bench:
+    vocab_size, eos_ids = llm.tokenizer.vocab_size, llm.tokenizer.eos_ids
+    return Bench(
+        DTYPE_NAMES[llm.model.dtype],
+        llm.model.config,
+        Oracle(llm.model, vocab_size),
+        lambda kept, config: standard_parts(llm.model, kept, config, vocab_size=vocab_size, eos_ids=eos_ids),
+        lambda: open_other().run,
+    )
 
 
 def _piece(tokenizer: Tokenizer) -> Callable[[int], str]:

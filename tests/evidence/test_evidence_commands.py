@@ -62,7 +62,7 @@ def test_verify_finds_a_healthy_engine_healthy(folder: Path) -> None:
 def test_verify_runs_fp32_beside_the_compute_dtype(folder: Path) -> None:
     result = run("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "4", "--threads", "1", "--dtype", "bf16")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("transformers") == 2
+    assert result.stdout.count("transformers") >= 2
     assert "bf16: two right computations differ by up to" in result.stdout
     assert "fp32: two right computations differ by up to" in result.stdout
     assert "No fault" in result.stdout

@@ -5,14 +5,14 @@ import pytest
 from broken_parts import with_fault
 
 from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT
-from kvine.evidence.verify import CACHED, IN_COMPANY, compare, verify
+from kvine.evidence.verify import CACHED, IN_COMPANY, PathOptions, compare, verify
 from kvine.hub import resolve
 from kvine.llm import LLM
 
 
 @pytest.mark.slow
 def test_smollm2_quick_is_without_fault_in_fp32_and_bf16() -> None:
-    report = verify(resolve("smollm2-135m"), prompt=QUICK_PROMPT, new_tokens=16)
+    report = verify(resolve("smollm2-135m"), PathOptions(QUICK_PROMPT, 16), None)
     assert report.ok and len(report.runs) == 8
     assert all(run.verdict in ("reference", "identical") for run in report.runs if run.dtype == "fp32")
     assert all(

@@ -38,7 +38,7 @@ class Oracle:
 
     def __init__(self, model: LoadedModel, vocab_size: int) -> None:
         self._model = model
-        self._vocab_size = min(vocab_size, model.config.vocab_size)
+        self.vocab_size = min(vocab_size, model.config.vocab_size)
         self._references: dict[object, Reference] = {}
 
     def choose_text(self, prompt: Prompt, new_tokens: int) -> Prompt:
@@ -46,7 +46,7 @@ class Oracle:
         text = list(prompt.text[:new_tokens])
         dense = self._dense(CacheConfig())
         while len(text) < new_tokens:
-            logits = whole_logits(dense, [*prompt.ids, *text], 1)[:, : self._vocab_size]
+            logits = whole_logits(dense, [*prompt.ids, *text], 1)[:, : self.vocab_size]
             text.append(int(logits.argmax()))
         return replace(prompt, text=tuple(text))
 
@@ -66,15 +66,15 @@ class Oracle:
     def _compute(self, setup: Setup) -> Reference:
         ids, count = _text(setup)
         dense = self._dense(setup.cache)
-        logits = whole_logits(dense, ids, count)[:, : self._vocab_size]
-        control = split_logits(dense, ids, count, self._model.dtype)[:, : self._vocab_size]
+        logits = whole_logits(dense, ids, count)[:, : self.vocab_size]
+        control = split_logits(dense, ids, count, self._model.dtype)[:, : self.vocab_size]
         record = Record(logits.argmax(1).tolist(), logits)
         rounding = measure_rounding(self._model.dtype, record, control)
         if self._keep(setup.cache) is not None:
             # Whether a value lies above or below the middle of two that can be stored is up to rounding too, and a
             # single one that falls the other way shows in no control. All together they make less than the loss.
             exact = whole_logits(self._dense(replace(setup.cache, kv_dtype="exact")), ids, count)
-            loss = float((exact[:, : self._vocab_size] - logits).abs().max())
+            loss = float((exact[:, : self.vocab_size] - logits).abs().max())
             rounding = replace(rounding, bound=max(MARGIN * rounding.measured, rounding.bound, loss))
         return Reference(record, rounding)
 

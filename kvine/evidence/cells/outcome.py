@@ -2,17 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvine.evidence.cells.covering import Refusal
-from kvine.evidence.cells.drive import Computed
 from kvine.evidence.cells.oracle import Reference
 from kvine.evidence.judge import Verdict, judge
 from kvine.evidence.locate import Location
+from kvine.evidence.paths import Record
 
 
 @dataclass(frozen=True)
@@ -94,28 +94,22 @@ class CellsReport:
         return sorted(telling, key=lambda level: level.faults / level.cells, reverse=True)
 
 
-def judge_cell(factors: Mapping[str, str], computed: Computed, reference: Reference, *, expects_hit: bool) -> Cell:
+def judge_cell(factors: Mapping[str, str], records: Sequence[Record], reference: Reference) -> Cell:
     """Compares a cell with its reference.
 
     Args:
         factors: names of its levels.
-        computed: by the cell.
+        records: what the cell computed, of each copy of the text.
         reference: by the oracle.
-        expects_hit: whether the cell was to find the beginning of its prompt in the cache.
     """
-    if expects_hit and not computed.cached_tokens:
-        return Cell(factors, "not run", reason="The beginning of the prompt was not found in the cache.")
-    runs = [
-        judge("", record, reference.record, reference.rounding, prompt_tokens=0, piece=str)
-        for record in computed.records
-    ]
+    runs = [judge("", record, reference.record, reference.rounding, prompt_tokens=0, piece=str) for record in records]
     order: tuple[Verdict, ...] = ("identical", "rounding", "fault")
     chosen = [
         ours == theirs
-        for record in computed.records
+        for record in records
         for ours, theirs in zip(record.chosen, reference.record.chosen, strict=True)
     ]
-    divergences = torch.cat([divergence(reference.record.logits, record.logits) for record in computed.records])
+    divergences = torch.cat([divergence(reference.record.logits, record.logits) for record in records])
     return Cell(
         factors,
         max((run.verdict for run in runs), key=order.index),

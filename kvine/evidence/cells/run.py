@@ -1,7 +1,7 @@
 """Designs the cells of a model, and runs those of one dtype at a time, so that one model is loaded at a time."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvine.config import CacheConfig, EngineConfig
@@ -15,6 +15,7 @@ from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
 from kvine.evidence.cells.setup import Prompt, Setup
 from kvine.evidence.locate import locate
 from kvine.evidence.progress import Progress, silent
+from kvine.evidence.transformers_path import OtherPath, PathUnavailableError
 from kvine.models.cache_specs import cache_specs
 from kvine.models.config import ModelConfig
 
@@ -27,12 +28,21 @@ AMPLE = 16  # times what one request needs
 
 @dataclass(frozen=True)
 class Bench:
-    """A model loaded in one dtype, for cells to run on."""
+    """A model loaded in one dtype, for cells to run on.
+
+    Attributes:
+        dtype: `fp32`, `bf16` or `fp16`.
+        model: its numbers.
+        oracle: of this model and dtype.
+        make_parts: the engine under test.
+        open_other: loads the model into another library; raises `PathUnavailableError` where that cannot be done.
+    """
 
     dtype: str
     model: ModelConfig
     oracle: Oracle
     make_parts: MakeParts
+    open_other: Callable[[], OtherPath] | None = None
 
 
 class CellRuns:
@@ -56,26 +66,30 @@ class CellRuns:
         self._seed = seed
         self._progress = progress
         self._texts: dict[str, Prompt] = {}
-        self._done: dict[int, Cell] = {}
+        self._done: list[Cell] = []
+        self._others = 0  # of these, by another library
         self._seconds = 0.0
         self._located = 0
 
     def run(self, bench: Bench) -> None:
         """Runs the cells of one dtype."""
         began = time.perf_counter()
-        for number, choice in enumerate(self.design.cells):
+        for choice in self.design.cells:
             setup = self._setup(choice)
             if setup.dtype == bench.dtype:
-                self._progress("cells", len(self._done), len(self.design.cells))
-                self._done[number] = self._run_cell(bench, setup, {name: level.name for name, level in choice.items()})
-        self._progress("cells", len(self._done), len(self.design.cells))
+                self._progress("cells", len(self._done) - self._others, len(self.design.cells))
+                self._done.append(self._run_cell(bench, setup, {name: level.name for name, level in choice.items()}))
+        self._progress("cells", len(self._done) - self._others, len(self.design.cells))
+        if bench.open_other is not None:
+            others = self._run_other(bench, bench.open_other)
+            self._others += len(others)
+            self._done += others
         self._seconds += time.perf_counter() - began
 
     @property
     def report(self) -> CellsReport:
         """What came of the cells that have run."""
-        cells = tuple(self._done[number] for number in sorted(self._done))
-        return CellsReport(cells, self.design.pairs, self.design.refused, self._seed, self._seconds)
+        return CellsReport(tuple(self._done), self.design.pairs, self.design.refused, self._seed, self._seconds)
 
     def _setup(self, choice: Choice) -> Setup:
         setup = Setup(self._scope.prompts[0], self._scope.dtypes[0], queued)
@@ -84,9 +98,7 @@ class CellRuns:
         return setup
 
     def _run_cell(self, bench: Bench, setup: Setup, names: dict[str, str]) -> Cell:
-        if setup.prompt.name not in self._texts:  # all dtypes are held to one text
-            self._texts[setup.prompt.name] = bench.oracle.choose_text(setup.prompt, self._scope.new_tokens)
-        setup = replace(setup, prompt=self._texts[setup.prompt.name])
+        setup = replace(setup, prompt=self._text(bench, setup.prompt))
         reference = bench.oracle.reference(setup)
         parts = _parts(bench, setup)
         try:
@@ -95,12 +107,36 @@ class CellRuns:
             cell = Cell(names, "fault", reason=str(error))
         else:
             expects_hit = setup.expects_hit and not setup.tight  # short of memory, it may have been evicted
-            cell = judge_cell(names, computed, reference, expects_hit=expects_hit)
+            cell = judge_cell(names, computed.records, reference)
+            if expects_hit and not computed.cached_tokens:
+                cell = Cell(names, "not run", reason="The beginning of the prompt was not found in the cache.")
         if cell.verdict == "fault" and self._located < MOST_LOCATED:
             self._located += 1
             trace = bench.oracle.trace(setup)
             cell = replace(cell, location=locate(trace, parts, lambda parts: compute(setup, parts)))
         return cell
+
+    def _run_other(self, bench: Bench, open_other: Callable[[], OtherPath]) -> list[Cell]:
+        """Each prompt by another library's own cache."""
+        names = {"path": "transformers", "dtype": bench.dtype}
+        prompts = {choice["prompt"].name: choice["prompt"].value for choice in self.design.cells}
+        cells: list[Cell] = []
+        try:
+            other = open_other()
+            for prompt in prompts.values():
+                self._progress("prompts by transformers", len(cells), len(prompts))
+                setup = Setup(self._text(bench, prompt), bench.dtype, queued)
+                record = other(setup.prompt.ids, setup.prompt.text, bench.oracle.vocab_size, lambda done: None)
+                cells.append(judge_cell({**names, "prompt": prompt.name}, (record,), bench.oracle.reference(setup)))
+        except PathUnavailableError as error:
+            cells.append(Cell(names, "not run", reason=str(error)))
+        return cells
+
+    def _text(self, bench: Bench, prompt: Prompt) -> Prompt:
+        """The prompt and what every cell is held to, in all dtypes alike."""
+        if prompt.name not in self._texts:
+            self._texts[prompt.name] = bench.oracle.choose_text(prompt, self._scope.new_tokens)
+        return self._texts[prompt.name]
 
 
 def _parts(bench: Bench, setup: Setup) -> EngineParts:
@@ -116,8 +152,3 @@ def _parts(bench: Bench, setup: Setup) -> EngineParts:
     for exchange in setup.exchange:
         parts = exchange(parts)
     return parts
-
-
-def design_prompts(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """Prompts without those that this tokenizer makes the same of."""
-    return tuple({prompt.ids: prompt for prompt in reversed(prompts)}.values())[::-1]

@@ -199,7 +199,7 @@ def _shared_blocks(length: int, size: int) -> int:
 
 
 def _shared_tokens(length: int, size: int) -> int:
-    """Tokens from the prompt's start, about two thirds of them, that end within a block; 0 if there is no such place."""
+    """Tokens from the prompt's start, about two thirds of them, that end within a block; 0 if none do."""
     end = min((length - 1) * 2 // 3, length - 2)
     return end if end % size else end - 1 if end > 1 and (end - 1) % size else 0
 
