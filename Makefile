@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := kvine tests benchmarks
+NATIVE := $(wildcard kvine/kernels/native/*.cpp kvine/kernels/native/*.hpp) kvine/kernels/native/CMakeLists.txt
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
 .DEFAULT_GOAL := demo
@@ -34,6 +35,8 @@ docs: .venv/dev.stamp  ## the documentation as a site, in build/site
 
 clean:  ## what the targets above have made; fetched models stay
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf kvine/kernels/_native*.so $(addprefix kvine/kernels/native/,.cmake .ninja_* .skbuild-info.json CMakeCache.txt \
+	    CMakeFiles CMakeInit.txt build.ninja cmake_install.cmake libnanobind-static.a)
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from, so that a second call installs nothing.
@@ -43,12 +46,12 @@ clean:  ## what the targets above have made; fetched models stay
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-.venv/base.stamp: .venv/python.stamp pyproject.toml constraints.txt
+.venv/base.stamp: .venv/python.stamp pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing what Kvine needs into .venv; this takes a few minutes the first time."
 	$(PIP_INSTALL) .
 	@touch $@
 
-.venv/dev.stamp: .venv/python.stamp pyproject.toml constraints.txt
+.venv/dev.stamp: .venv/python.stamp pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing what Kvine and its tests need into .venv; this takes a few minutes the first time."
 	$(PIP_INSTALL) ".[dev]"
 	@touch .venv/base.stamp $@

@@ -27,3 +27,7 @@ class ContextLengthError(RequestError):
 
 class StepError(KvineError):
     """A model call failed; its requests have ended and what they held is free again."""
+
+
+class KvineWarning(UserWarning):
+    """Something that works, but not as well as it could, and what to do about it."""

@@ -6,6 +6,7 @@ A command's module loads torch and the model inside the command, so that `kvine 
 import errno
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +20,10 @@ from kvine.cli.generate import generate
 from kvine.cli.models import models
 from kvine.cli.plan import plan
 from kvine.cli.pull import pull
-from kvine.cli.terminal import show_error
+from kvine.cli.terminal import note, show_error
 from kvine.cli.traps import traps
 from kvine.cli.verify import verify
-from kvine.errors import KvineError
+from kvine.errors import KvineError, KvineWarning
 
 MISTAKE = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of `yes | head`
@@ -78,8 +79,19 @@ app.command()(explain)
 app.add_typer(experiment, name="experiment")
 
 
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """A warning of Kvine's own is for the user, who has no use for a line of source; the rest as Python shows it."""
+    if issubclass(category, KvineWarning):
+        note(f"Note: {message}")
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
 def main() -> None:
     """Runs the command line; `start.main` calls it."""
+    warnings.showwarning = _show_warning
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # the caller has closed it
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115, PTH123  # for good

@@ -1,7 +1,8 @@
 """How a product with a weight is computed: chosen once per model, for the dtype and the machine.
 
-Where a CPU has no matrix instructions for a low-precision dtype, torch's product in it reads the weights at full speed
-for a single row but takes time for each row; from a few rows on, fp32 with the weight converted first is faster.
+Few rows go to the compiled kernels, which read the weights at the memory's speed; more go to torch. Where a CPU has no
+matrix instructions for a low-precision dtype, torch takes time for each row in it: from a few rows on, fp32 with the
+weight converted first is faster.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvine import kernels
+from kvine.kernels import Kernels
 
 # All layers of SmolLM2-135M, two AVX2 cores, milliseconds (least of 12 runs):
 #   rows                            1    2    4    8   12   16   32
@@ -20,6 +24,17 @@ from torch import Tensor
 _MAX_LOW_PRECISION_ROWS = 4
 _MAX_TRANSPOSED_ROWS = 32
 _ROWS_FOR_ONE = 4
+# The same on one of these cores, beside other work (least of 6 runs):
+#   rows                                1    2    4    8   16   32   48
+#   bf16, `through_fp32`               31   51  120  214  212  251  318
+#   bf16, kernels compiled for AVX2    14   14   26   46   83  142  195
+#   fp32, `fp32_small_batches`         76   66   69   97  154  227  250
+#   fp32, kernels compiled for AVX2    31   30   38   49   96  141  190
+_MAX_NATIVE_ROWS = 32
+# Not measured, and therefore few: with matrix instructions torch computes many rows in the time of one.
+_MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE = 4
+# Plain C++ keeps up with torch at a single row, and not even there in fp16, which takes many steps to widen.
+_MAX_PORTABLE_ROWS = {torch.float32: 1, torch.bfloat16: 1, torch.float16: 0}
 # A converted output head would take 4 bytes for each of its (up to 168 million) weights: it goes in pieces.
 _MAX_CONVERTED_WEIGHTS = 1 << 23
 
@@ -29,9 +44,40 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def choose_matmul(dtype: torch.dtype, device: torch.device) -> Matmul:
-    """The fastest product for weights of `dtype` on `device`, of those that torch offers."""
+    """The fastest product for weights of `dtype` on `device`.
+
+    Raises ConfigError if the environment asks for kernels that cannot run here.
+    """
     if device.type != "cpu":
         return F.linear
+    by_torch, native = choose_torch_matmul(dtype), kernels.chosen()
+    if native is None:
+        return by_torch
+    return with_kernels(native, max_native_rows(native.name, dtype), by_torch)
+
+
+def with_kernels(native: Kernels, max_rows: int, by_torch: Matmul) -> Matmul:
+    """Compiled kernels up to `max_rows` rows, and `by_torch` for more and for whatever the kernels do not take."""
+
+    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if 0 < x.shape[0] <= max_rows and native.takes(x, weight, bias):
+            return native.linear(x, weight, bias)
+        return by_torch(x, weight, bias)
+
+    return matmul
+
+
+def max_native_rows(name: str, dtype: torch.dtype) -> int:
+    """Up to how many rows the kernels of this name are the faster ones."""
+    if name == "portable":
+        return _MAX_PORTABLE_ROWS[dtype]
+    if dtype != torch.float32 and has_matrix_hardware(dtype):
+        return _MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE
+    return _MAX_NATIVE_ROWS
+
+
+def choose_torch_matmul(dtype: torch.dtype) -> Matmul:
+    """The fastest product for weights of `dtype` on the CPU, of those that torch offers."""
     if dtype == torch.float32:
         return fp32_small_batches if torch.backends.cpu.get_cpu_capability() == "AVX2" else F.linear
     return F.linear if has_matrix_hardware(dtype) else through_fp32

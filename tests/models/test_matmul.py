@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvine import kernels
 from kvine.models import matmul
 
 CPU = torch.device("cpu")
@@ -15,9 +16,8 @@ def test_every_strategy_is_the_product_at_every_row_count(dtype: torch.dtype, wi
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 48, generator=generator).to(dtype)
     bias = torch.randn(70, generator=generator).to(dtype) if with_bias else None
-    strategies = [matmul.choose_matmul(dtype, CPU), matmul.through_fp32]
-    if dtype == torch.float32:
-        strategies = [matmul.choose_matmul(dtype, CPU), matmul.fp32_small_batches]
+    slow = matmul.fp32_small_batches if dtype == torch.float32 else matmul.through_fp32
+    strategies = [matmul.choose_matmul(dtype, CPU), matmul.choose_torch_matmul(dtype), slow]
     for rows in (1, 2, 4, 5, 12, 32, 33, 70):
         x = torch.randn(rows, 48, generator=generator).to(dtype)
         before = x.clone()
@@ -36,13 +36,44 @@ def test_rows_in_low_precision_are_rounded_once():
     assert torch.equal(matmul.through_fp32(x, weight, None), torch.full((8, 1), 4096.0, dtype=torch.bfloat16))
 
 
-def test_strategy_follows_the_machine(monkeypatch):
+def test_strategy_of_torch_follows_the_machine(monkeypatch):
     linear = torch.nn.functional.linear
     assert matmul.choose_matmul(torch.bfloat16, torch.device("cuda")) is linear
     for has_hardware, expected in ((True, linear), (False, matmul.through_fp32)):
         monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype, answer=has_hardware: answer)
-        assert matmul.choose_matmul(torch.bfloat16, CPU) is expected
-        assert matmul.choose_matmul(torch.float16, CPU) is expected
+        assert matmul.choose_torch_matmul(torch.bfloat16) is expected
+        assert matmul.choose_torch_matmul(torch.float16) is expected
     for capability, expected in (("AVX2", matmul.fp32_small_batches), ("AVX512", linear), ("DEFAULT", linear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda answer=capability: answer)
-        assert matmul.choose_matmul(torch.float32, CPU) is expected
+        assert matmul.choose_torch_matmul(torch.float32) is expected
+
+
+def test_kernels_take_few_rows_and_torch_the_rest(monkeypatch):
+    """Which of the two computed a product is told by bits of a sum that depends on its order."""
+    native = kernels.load(kernels.available()[0])
+    by_torch = matmul.choose_torch_matmul(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(700, 1536, generator=generator).bfloat16()
+    chosen = matmul.with_kernels(native, 4, by_torch)
+    for rows in (0, 1, 4, 5):
+        x = torch.randn(rows, 1536, generator=generator).bfloat16()
+        expected = native.linear(x, weight) if 1 <= rows <= 4 else by_torch(x, weight, None)
+        assert torch.equal(chosen(x, weight, None), expected)
+    strided = torch.randn(2, 3072, generator=generator).bfloat16()[:, ::2]
+    assert torch.equal(chosen(strided, weight, None), by_torch(strided, weight, None))
+
+
+def test_how_many_rows_go_to_the_kernels(monkeypatch):
+    monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: False)
+    assert matmul.max_native_rows("avx2", torch.bfloat16) == matmul.max_native_rows("avx2", torch.float32) == 32
+    assert matmul.max_native_rows("portable", torch.bfloat16) == 1
+    monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: True)
+    assert matmul.max_native_rows("avx512", torch.bfloat16) == 4
+    assert matmul.max_native_rows("avx512", torch.float32) == 32
+
+
+def test_the_environment_switches_the_kernels_off(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "off")
+    assert matmul.choose_matmul(torch.float32, CPU) is matmul.choose_torch_matmul(torch.float32)
+    monkeypatch.setenv(kernels.VARIABLE, "portable")
+    assert matmul.choose_matmul(torch.float32, CPU) is not matmul.choose_torch_matmul(torch.float32)

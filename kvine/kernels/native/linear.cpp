@@ -1,0 +1,65 @@
+// Which paths this CPU runs, and a product shared out among threads.
+#include "linear.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#ifdef KVINE_X86
+#include <cpuid.h>
+#endif
+
+namespace kvine {
+namespace {
+
+// Waking a thread takes a few microseconds, in which one core reads this much.
+constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
+
+constexpr std::size_t kCacheLineFloats = 16;
+
+#ifdef KVINE_X86
+bool has_f16c() {  // which not every compiler lets __builtin_cpu_supports ask for
+    unsigned eax, ebx, ecx = 0, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
+// Room for x in fp32: the calling thread's own, kept from call to call.
+float* scratch(std::size_t count) {
+    thread_local std::vector<float> buffer;
+    if (buffer.size() < count + kCacheLineFloats) buffer.resize(count + kCacheLineFloats);
+    const auto misplaced = reinterpret_cast<std::uintptr_t>(buffer.data()) / sizeof(float) % kCacheLineFloats;
+    return buffer.data() + (kCacheLineFloats - misplaced);
+}
+
+}  // namespace
+
+bool runs_here(const Path& path) {
+#ifdef KVINE_X86
+    if (&path == &avx512) return __builtin_cpu_supports("avx512f");
+    if (&path == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+#endif
+    return &path == &portable;
+}
+
+std::int64_t weight_bytes(DType dtype, const Product& product) {
+    return product.out * product.in * (dtype == kFp32 ? 4 : 2);
+}
+
+void linear(const Path& path, DType dtype, const Product& product, int num_threads) {
+    const std::int64_t stride = (product.in + path.step - 1) / path.step * path.step;
+    float* arranged = scratch(static_cast<std::size_t>(product.rows * stride));
+    path.arrange[dtype](product, arranged);
+
+    const std::int64_t useful = weight_bytes(dtype, product) / kLeastBytesOfThread;
+    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, std::max(num_threads, 1)));
+    if (threads == 1) return path.multiply[dtype](product, arranged, 0, product.out);
+#pragma omp parallel num_threads(threads)
+    {
+        const std::int64_t team = omp_get_num_threads(), member = omp_get_thread_num();
+        path.multiply[dtype](product, arranged, product.out * member / team, product.out * (member + 1) / team);
+    }
+}
+
+}  // namespace kvine
