@@ -1,0 +1,1 @@
+"""What measures and proves: verification, fault injection, plans, experiments. Knows no terminal."""
