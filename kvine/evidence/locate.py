@@ -16,7 +16,6 @@ from kvine.engine.cache_free import DenseRunner
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.engine.scheduler import Scheduled
-from kvine.errors import KvineError
 from kvine.evidence.row_split import split_logits
 from kvine.rope import rotate
 
@@ -134,7 +133,7 @@ def locate(trace: StateTrace, parts: EngineParts, drive: Drive) -> Location | No
     Args:
         trace: of the text that the path is held to.
         parts: of the engine under test.
-        drive: runs the path; may end by a `KvineError`. What earlier runs left in the cache is forgotten first.
+        drive: runs the path, to its end or to an error. What earlier runs left in the cache is forgotten first.
 
     Returns:
         None if all of it is within rounding.
@@ -142,7 +141,7 @@ def locate(trace: StateTrace, parts: EngineParts, drive: Drive) -> Location | No
     assert isinstance(parts.runner, Runner)
     parts.manager.clear()
     watched = WatchedRunner(parts.runner, trace)
-    with contextlib.suppress(KvineError):
+    with contextlib.suppress(Exception):  # what was seen until then counts
         drive(replace(parts, runner=watched))
     return watched.found
 

@@ -15,9 +15,10 @@ from kvine.engine.build import DTYPE_NAMES, standard_parts
 from kvine.engine.cache_free import DenseRunner
 from kvine.engine.engine import EngineParts
 from kvine.engine.request import checked_ids
-from kvine.errors import RequestError, StepError
+from kvine.errors import KvineError, RequestError
 from kvine.evidence.cells import prompts
-from kvine.evidence.cells.factors import Scope
+from kvine.evidence.cells.covering import cover
+from kvine.evidence.cells.factors import Scope, registered
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.run import Bench, CellRuns
 from kvine.evidence.judge import Report, Rounding, Run, judge, judge_reference, measure_rounding
@@ -176,10 +177,10 @@ def compare(
     for path, run in paths.items():
         try:
             record = run(step(path))
-        except StepError as error:
-            runs.append(Run(path, name, "fault", reason=str(error)))
         except PathUnavailableError as reason:
             runs.append(Run(path, name, "not run", reason=str(reason)))
+        except Exception as error:  # a broken engine may raise anything
+            runs.append(Run(path, name, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error)))
         else:
             runs.append(judge(path, record, reference, rounding, prompt_tokens=len(prompt_ids), piece=piece))
     return runs, rounding
@@ -216,7 +217,8 @@ def _design(llm: LLM, options: CellOptions, progress: Progress) -> CellRuns:
         raise RequestError(f"Comparing needs at least 1 new token; {options.new_tokens} were asked for.")
     encoded = prompts.encode(options.prompts, lambda prompt: checked_ids(llm.encode(prompt), llm.parts.vocab_size))
     dtypes = tuple(dict.fromkeys((DTYPE_NAMES[llm.model.dtype], "fp32")))
-    return CellRuns(Scope(llm.model.config, encoded, dtypes, options.new_tokens, options.quick), options.seed, progress)
+    scope = Scope(llm.model.config, encoded, dtypes, options.new_tokens, options.quick)
+    return CellRuns(scope, cover(registered(scope), options.seed), progress)
 
 
 def _bench(llm: LLM, open_other: Callable[[], TransformersPath]) -> Bench:

@@ -33,11 +33,13 @@ class Design:
         cells: the level of each factor, by factor.
         pairs: pairs of levels that meet in them.
         refused: what does not, and why.
+        seed: that it was drawn with.
     """
 
     cells: tuple[Choice, ...]
     pairs: int
     refused: tuple[Refusal, ...]
+    seed: int
 
 
 def cover(factors: Sequence[Factor], seed: int) -> Design:
@@ -83,7 +85,7 @@ def cover(factors: Sequence[Factor], seed: int) -> Design:
         best = max(drawn, key=search.gain)
         cells.append({factor.name: best[factor.name] for factor in fitting})
         search.strike(best)
-    return Design(tuple(cells), len({pair for cell in cells for pair in _pairs(cell)}), tuple(refused))
+    return Design(tuple(cells), len({pair for cell in cells for pair in _pairs(cell)}), tuple(refused), seed)
 
 
 class _Search:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
 from kvine.errors import ConfigError, KvineError
-from kvine.evidence.cells.covering import Choice, Design, cover
+from kvine.evidence.cells.covering import Choice, Design
 from kvine.evidence.cells.drive import compute, queued
-from kvine.evidence.cells.factors import Scope, registered
+from kvine.evidence.cells.factors import Scope
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
 from kvine.evidence.cells.setup import Prompt, Setup
@@ -50,20 +50,19 @@ class CellRuns:
 
     Args:
         scope: what they are about.
-        seed: of the design.
+        design: which they are.
         progress: told of every cell.
 
     Raises:
         ConfigError: if not a single cell can be run.
     """
 
-    def __init__(self, scope: Scope, seed: int, progress: Progress = silent) -> None:
-        self.design: Design = cover(registered(scope), seed)
-        if not self.design.cells:
-            reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in self.design.refused))
+    def __init__(self, scope: Scope, design: Design, progress: Progress = silent) -> None:
+        if not design.cells:
+            reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in design.refused))
             raise ConfigError(f"No cell can be run on this model: {reasons}")
+        self.design = design
         self._scope = scope
-        self._seed = seed
         self._progress = progress
         self._texts: dict[str, Prompt] = {}
         self._done: list[Cell] = []
@@ -89,7 +88,7 @@ class CellRuns:
     @property
     def report(self) -> CellsReport:
         """What came of the cells that have run."""
-        return CellsReport(tuple(self._done), self.design.pairs, self.design.refused, self._seed, self._seconds)
+        return CellsReport(tuple(self._done), self.design.pairs, self.design.refused, self.design.seed, self._seconds)
 
     def _setup(self, choice: Choice) -> Setup:
         setup = Setup(self._scope.prompts[0], self._scope.dtypes[0], queued)
@@ -103,8 +102,8 @@ class CellRuns:
         parts = _parts(bench, setup)
         try:
             computed = compute(setup, parts)
-        except KvineError as error:
-            cell = Cell(names, "fault", reason=str(error))
+        except Exception as error:  # a broken engine may raise anything, and other cells say more about it
+            cell = Cell(names, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error))
         else:
             expects_hit = setup.expects_hit and not setup.tight  # short of memory, it may have been evicted
             cell = judge_cell(names, computed.records, reference)
