@@ -11,7 +11,6 @@ from kvine.errors import ConfigError, ModelLoadError
 from kvine.evidence.plan.foreign import foreign_subject
 from kvine.evidence.plan.subject import PlannedLayer, Subject
 from kvine.evidence.plan.weights import weights_of
-from kvine.formats.gguf_header import read_header
 from kvine.formats.safetensors_headers import INDEX_FILE, SINGLE_FILE, read_headers
 from kvine.formats.tensor import TensorInfo
 from kvine.hub import Progress, find_config
@@ -59,6 +58,8 @@ def subject_of(
 
 
 def _from_gguf(name: str, path: Path, dtype: str, device: str) -> Subject:
+    from kvine.formats.gguf_header import read_header  # the gguf package takes longer to load than the rest together
+
     header = read_header(path)
     shapes = {tensor: info.shape for tensor, info in header.tensors.items()}
     model = config_from_gguf(header.metadata, shapes, str(path))

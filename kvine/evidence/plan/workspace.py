@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from kvine.cache.spec import ITEM_BYTES, CacheSpec
 from kvine.models.config import ModelConfig
 
-# `models/matmul.py` converts a weight in pieces of at most so many numbers.
+# `models/matmul.py` multiplies more rows than this in fp32, converting a weight in pieces of at most so many numbers.
+LOW_PRECISION_ROWS = 4
 CONVERTED_WEIGHTS = 1 << 23
+# A converted piece is there up to three times: itself, what the product packs of it, and one before, freed and kept.
+CONVERTED_COPIES = 3
 # Pieces that glibc keeps when they are freed (up to 64 MiB: twice its largest mmap threshold), scratch of torch's
 # kernels, and what loading leaves behind. Measured; it does not grow with the model.
 FIXED = 96 << 20
@@ -60,8 +63,8 @@ def workspace(
     and L gathered tokens (whole blocks of the widest group):
 
     * attention: e·N·(2d + q + 2kv) + max(16·N·q + e·N·q, 2e·N·q + L·2kv·(stored, and e where that differs))
-    * mlp: e·N·(3d + 3f) + conversion of N rows and one weight: 4·N·(d + 2f) + 4·min(2²³, d·f)
-    * logits: e·N·d + M·V·(4 + e), twice 4·M·V more with a soft cap, and conversion: 8·M·V + 4·2²³
+    * mlp: e·N·(3d + 3f) + conversion of N rows and one weight: 4·N·(d + 2f) + 3 · 4·min(2²³, d·f)
+    * logits: e·N·d + M·V·(4 + e), twice 4·M·V more with a soft cap, and conversion: 8·M·V + 3 · 4·min(2²³, d·V)
     """
     e = ITEM_BYTES[dtype]
     rows = min(max_step_tokens, context * batch)
@@ -72,9 +75,15 @@ def workspace(
     mlp = e * rows * (3 * d + 3 * f)
     logits = e * rows * d + batch * model.vocab_size * (4 + e + (8 if model.logit_softcap else 0))
     if on_cpu and dtype != "fp32":
-        mlp += 4 * rows * (d + 2 * f) + 4 * min(CONVERTED_WEIGHTS, d * f)
-        logits += 8 * batch * model.vocab_size + 4 * CONVERTED_WEIGHTS
+        if rows > LOW_PRECISION_ROWS:
+            mlp += 4 * rows * (d + 2 * f) + _converted(d * f)
+        if batch > LOW_PRECISION_ROWS:
+            logits += 8 * batch * model.vocab_size + _converted(d * model.vocab_size)
     return Workspace(attention, mlp, logits)
+
+
+def _converted(weights: int) -> int:
+    return CONVERTED_COPIES * 4 * min(CONVERTED_WEIGHTS, weights)
 
 
 def _gathered_bytes(spec: CacheSpec, context: int, chunk: int, dtype: str) -> int:

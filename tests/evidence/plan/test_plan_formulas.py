@@ -3,8 +3,12 @@
 import random
 
 import pytest
+from planned import public
 
 from kvine.cache.spec import CacheSpec
+from kvine.config import CacheConfig
+from kvine.evidence.plan import workspace as formula
+from kvine.models import matmul
 
 
 def seen(window: int | None, sinks: int, q: int, k: int) -> bool:
@@ -67,3 +71,24 @@ def test_one_sequence_is_planned_as_the_scheduler_admits_it() -> None:
         for length in range(1, 60):
             assert spec.max_live_blocks(length, 16) == spec.max_live_blocks(length, 16, 1)
             assert spec.max_live_blocks(length, 16, 3) <= 3 * spec.max_live_blocks(length, 16)
+
+
+def test_the_workspace_goes_by_the_code_that_takes_it() -> None:
+    assert formula.LOW_PRECISION_ROWS == matmul._MAX_LOW_PRECISION_ROWS
+    assert formula.CONVERTED_WEIGHTS == matmul._MAX_CONVERTED_WEIGHTS
+
+
+def test_the_workspace_of_a_long_prompt() -> None:
+    rows, d, q, kv, f, vocab, length = 2048, 2560, 32 * 128, 8 * 128, 9728, 151_936, 40_000
+    fp32 = public("qwen3-4b", dtype="fp32", context=length).workspace
+    assert fp32.mlp == 4 * rows * (3 * d + 3 * f)
+    assert fp32.attention == 4 * rows * (2 * d + q + 2 * kv) + 2 * 4 * rows * q + length * 2 * kv * 4
+    assert fp32.logits == 4 * rows * d + vocab * 8
+    assert fp32.nbytes == fp32.attention + 96 * 2**20
+    bf16 = public("qwen3-4b", context=length, batch=5).workspace
+    assert bf16.mlp == 2 * rows * (3 * d + 3 * f) + 4 * rows * (d + 2 * f) + 12 * 2**23
+    assert bf16.logits == 2 * rows * d + 5 * vocab * (6 + 8) + 12 * 2**23
+    short = public("qwen3-4b", context=1).workspace
+    assert short.mlp == 2 * (3 * d + 3 * f) and short.logits == 2 * d + vocab * 6, "a single row is not converted"
+    kept_as_fp32 = public("qwen3-4b", context=length, cache=CacheConfig(kv_dtype="fp32")).workspace
+    assert kept_as_fp32.attention - bf16.attention == length * 2 * kv * 4, "gathered as stored, then converted"
