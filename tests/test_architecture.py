@@ -23,6 +23,9 @@ WITHOUT_TORCH = (
     "kvine.models.config",
     "kvine.toy",
     "kvine.sampling.params",
+    "kvine.evidence.plan",
+    "kvine.formats.gguf_header",
+    "kvine.formats.safetensors_headers",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

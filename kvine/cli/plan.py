@@ -42,7 +42,8 @@ class FigureOptions:
         int | None, _option("Figures, instead of a model", "Width of K alone, over all KV heads; V has as much.")
     ] = None
     params: Annotated[
-        str | None, _option("Figures, instead of a model", "Parameters, such as 27e9 or 27B; beside a model too.")
+        str | None,
+        _option("Figures, instead of a model", "Parameters, such as 27B; also of a model that Kvine does not run."),
     ] = None
 
     def figures(self) -> "tuple[Figures, int | None]":

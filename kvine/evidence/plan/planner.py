@@ -45,7 +45,7 @@ def plan(
         dtype: compute dtype: `auto`, `fp32`, `bf16` or `fp16`.
         device: `auto`, `cpu`, `cuda` or `mps`.
         cache, engine: the options that it would run with.
-        params: parameters, for a model whose weights cannot be counted.
+        params: parameters, for a model that Kvine does not run.
         progress: hears of a fetch.
 
     Raises:

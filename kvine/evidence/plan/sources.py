@@ -33,28 +33,35 @@ def subject_of(
         name: of a hub id that is not on this disk, the config and the index of the shards are fetched.
         dtype: compute dtype, or auto.
         device: the kind of device that it is planned for, which decides what auto means.
-        params: parameters, for a model whose weights cannot be counted.
+        params: parameters, for a model that Kvine does not run.
         progress: hears of a fetch.
 
     Raises:
         FetchError, ModelLoadError: with a sentence that says what to do.
-        ConfigError: for an unknown dtype.
+        ConfigError: for an unknown dtype, or params of a model whose weights can be counted.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
     path = find_config(name, progress=progress)
-    if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".json"):
+    if path.is_file() and path.suffix != ".json":
+        _refuse_params(params)
         return _from_gguf(name, path, dtype, device)
     config = path / "config.json" if path.is_dir() else path
     values = _read_json(config)
     folder = path if path.is_dir() else None
     reason = _not_run(values)
     if reason is None:
+        _refuse_params(params)
         return _from_hf(name, values, config, folder, dtype, device)
     stored = None if folder is None else _stored_bytes(folder)
     return foreign_subject(
         values, str(config), name=name, dtype=dtype, reason=reason, stored_bytes=stored, params=params
     )
+
+
+def _refuse_params(params: int | None) -> None:
+    if params is not None:
+        raise ConfigError("The weights of this model are counted exactly: leave out --params.")
 
 
 def _from_gguf(name: str, path: Path, dtype: str, device: str) -> Subject:

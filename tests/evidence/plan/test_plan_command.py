@@ -104,6 +104,7 @@ def test_what_a_request_costs() -> None:
     [
         ((), "What to plan?"),
         ((GEMMA, "--layers", 4), "a model or its figures"),
+        ((GEMMA, "--params", "4B"), "leave out --params"),
         (("--layers", 4), "How wide is K?"),
         (("--kv-width", 4), "How many layers?"),
         (("--layers", 4, "--kv-width", 100, "--head-dim", 64), "does not divide into"),
