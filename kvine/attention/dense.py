@@ -73,10 +73,11 @@ class DenseAttention:
             return out[0].transpose(0, 1)
         if mask is None:
             mask = self._mask(n, n, 0, q.device)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * self._scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("qhd,khd->hqk", q.to(wide), k.to(wide)) * self._scale
         scores = self._softcap * torch.tanh(scores / self._softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v.to(wide)).to(q.dtype)
 
     @staticmethod
     def _mask(n: int, window: int, sinks: int, device: torch.device) -> Tensor:
@@ -88,14 +89,15 @@ class DenseAttention:
     def _streaming(self, what: DenseLayer, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """For each query, builds the rolling cache that StreamingLLM would hold and numbers it from 0."""
         out = torch.empty_like(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
         for i in range(q.shape[0]):
             first = max(0, i + 1 - window)
             kept = torch.tensor([*range(min(what.sink_tokens, first)), *range(first, i + 1)], device=q.device)
             cos, sin = what.rope.cos_sin(torch.arange(len(kept), device=q.device))
-            keys = rotate(k[kept], cos, sin).float()  # [L, Hq, D]
-            query = rotate(q[i : i + 1], cos[-1:], sin[-1:])[0].float()  # [Hq, D]
+            keys = rotate(k[kept], cos, sin).to(wide)  # [L, Hq, D]
+            query = rotate(q[i : i + 1], cos[-1:], sin[-1:])[0].to(wide)  # [Hq, D]
             scores = torch.einsum("hd,khd->hk", query, keys) * self._scale
             if self._softcap is not None:
                 scores = self._softcap * torch.tanh(scores / self._softcap)
-            out[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[kept].float()).to(q.dtype)
+            out[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[kept].to(wide)).to(q.dtype)
         return out

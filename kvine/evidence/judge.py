@@ -18,6 +18,7 @@ Verdict = Literal["reference", "identical", "rounding", "fault", "not run"]
 
 # Two right ways of computing the same thing differ by chance, and a few steps show only some of it.
 MARGIN = 4.0
+LAST_PLACES = 4.0  # units of the largest logit that may always differ
 # No rounding of a right computation moves logits further, as a share of their range: a larger measure is a fault too.
 LARGEST_SHARE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
@@ -131,8 +132,8 @@ def measure_rounding(dtype: torch.dtype, reference: Record, control: Tensor) -> 
     name = DTYPE_NAMES[dtype]
     measured = _largest((reference.logits - control).abs())[0]
     logit_range = float(reference.logits.max() - reference.logits.min())
-    # Where both happen to agree to the last bit, the last bit of the largest logit is still open.
-    last_place = float(reference.logits.abs().max()) * torch.finfo(dtype).eps
+    # Where both happen to agree to the last bit, the last bits of the largest logit are still open.
+    last_place = LAST_PLACES * float(reference.logits.abs().max()) * torch.finfo(dtype).eps
     bound = min(max(MARGIN * measured, last_place), LARGEST_SHARE[name] * logit_range)
     return Rounding(name, measured, logit_range, bound)
 
