@@ -124,6 +124,7 @@ def plan(
     Reads its config and the headers of its files, no weights; or takes figures. docs/plan.md defines every number.
     """
     from kvine.cli.plan_view import plan_json, show_plan
+    from kvine.cli.progress import FetchProgress
     from kvine.evidence.plan import plan as make_plan
 
     cache, engine = keep.configs()
@@ -132,7 +133,8 @@ def plan(
         from kvine.evidence.plots import check_plot
 
         check_plot(plot)
-    with waiting("reading the model's headers" if bandwidth else "measuring how fast this machine reads its memory"):
+    waits = "reading the model's headers" if bandwidth else "measuring how fast this machine reads its memory"
+    with FetchProgress() as fetching, waiting(waits):
         planned = make_plan(
             subject,
             context=context,
@@ -144,6 +146,7 @@ def plan(
             cache=cache,
             engine=engine,
             params=params,
+            progress=fetching,
         )
     cost = request.cost(planned)
     variants = _variants(planned, compare or [])

@@ -130,7 +130,7 @@ def _dtype(fields: Fields, asked: str) -> str:
     """What K, V and unpacked weights are in: 2 bytes where the config does not say, as all large models are stored."""
     if asked != "auto":
         return asked
-    named = fields.get("torch_dtype") or fields.get("dtype") or "bfloat16"
+    named = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16")
     known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     if named not in known:
         raise fields.error("torch_dtype", f"is {named!r}; known are {', '.join(known)}")
