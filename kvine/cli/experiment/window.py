@@ -73,11 +73,11 @@ def show_window(outcome: "WindowExperiment") -> None:
     from rich.text import Text
 
     kept = [row.name for row in outcome.kept if outcome.keeps(row)]
-    forgotten = [row.name for row in outcome.kept if not outcome.keeps(row)]
+    forgotten = [row.name for row in outcome.kept[2:] if not outcome.keeps(row)]
     if not outcome.tells:
         lines = ["This model hardly finds the facts with everything kept, so the rest says nothing: try a larger one."]
     else:
-        lines = [f"The fact is kept by: {', '.join(kept)}.", f"It is forgotten by: {', '.join(forgotten)}."]
+        lines = [f"The fact is kept by: {', '.join(kept)}.", f"It is forgotten by: {', '.join(forgotten) or 'none'}."]
     lines.append(
         "P(answer) is the geometric mean over the facts; perplexity is of the talk past the window: what a way of "
         "keeping does to reading on, whether or not it keeps the fact."
@@ -90,13 +90,17 @@ def _recall_table(outcome: "WindowExperiment") -> "Table":
 
     table = Table(
         title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: a fact told at the start, asked for after up to "
-        f"{outcome.prompt_tokens} tokens"
+        f"{outcome.prompt_tokens} tokens",
+        caption="sees: tokens that a query sees at most. P: of the right answer. #: rank of its first token.",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
     )
     table.add_column("what is kept")
-    for name in ("visible", "P(answer)", *(recall.scene for recall in outcome.kept[0].recalls), "perplexity"):
+    for name in ("sees", "P(answer)", *(recall.scene for recall in outcome.kept[0].recalls), "perplexity"):
         table.add_column(name, justify="right")
     for kept in outcome.kept:
-        recalls = [f"{_share(recall.probability)}\nrank {recall.rank:,}" for recall in kept.recalls]
+        recalls = [f"{_share(recall.probability)}\n#{recall.rank:,}" for recall in kept.recalls]
         style = "green" if outcome.keeps(kept) else "red"
         table.add_row(
             kept.name,
@@ -112,8 +116,8 @@ def _recall_table(outcome: "WindowExperiment") -> "Table":
 def _edge_table(edges: "tuple[Edge, ...]") -> "Table":
     from rich.table import Table
 
-    table = Table(title=f"Where a window of {edges[0].window:,} ends")
-    for name in ("sinks", "query at", "the … token", "sees", "keys past the sinks", "lost", "its block is freed"):
+    table = Table(title=f"Where a window of {edges[0].window:,} ends", box=None, pad_edge=False, header_style="dim")
+    for name in ("sinks", "query at", "token no.", "sees", "keys past the sinks", "lost", "its block is freed"):
         table.add_column(name, justify="right")
     for edge in edges:
         lost = ", ".join(f"key {key:,}" for key in edge.lost) or "none"
@@ -123,7 +127,7 @@ def _edge_table(edges: "tuple[Edge, ...]") -> "Table":
         table.add_row(
             str(edge.sink_tokens),
             f"{edge.query:,}",
-            f"{edge.query + 1:,}.",
+            f"{edge.query + 1:,}",
             f"{edge.seen:,}",
             f"{edge.first:,} – {edge.last:,}",
             lost,

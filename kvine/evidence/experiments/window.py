@@ -163,10 +163,10 @@ def _ways(window: int, pinned: Sequence[int], longest: int) -> list[tuple[str, i
     every = len(pinned)
     return [
         ("everything kept", longest, True, [full] * every),
-        ("everything kept, fact never told", longest, False, [full] * every),
+        ("fact never told", longest, False, [full] * every),
         (f"window of {window}", window, True, [windowed] * every),
         (f"window and {SINKS} sinks", window + SINKS, True, [sinks] * every),
-        ("window and the pinned message", window + max(pinned), True, pins),
+        ("window and pinned message", window + max(pinned), True, pins),
     ]
 
 
