@@ -60,13 +60,3 @@ class Lab:
 
             runs.run(Bench(dtype, model.config, self._oracles[dtype], make_parts))
         return runs.report
-
-
-def with_level(cells: Sequence[Choice], factor: str, levels: Sequence[str], count: int) -> list[Choice]:
-    """The first `count` cells that have one of some levels."""
-    return [cell for cell in cells if cell[factor].name in levels][:count]
-
-
-def without_level(cells: Sequence[Choice], factor: str, levels: Sequence[str], count: int) -> list[Choice]:
-    """The first `count` cells that have none of them."""
-    return [cell for cell in cells if cell[factor].name not in levels][:count]

@@ -21,6 +21,7 @@ from kvine.sampling.params import SamplingParams
 
 PREEMPT_EVERY = 3  # steps
 STEPS_PER_TOKEN = 20  # more than any healthy engine takes, preemption included
+HEAD_START = 2  # steps that mates are ahead
 WRONG_TOKENS = 5  # fed and taken back by the histories that crop
 
 
@@ -68,10 +69,11 @@ class Stage:
 
     def start_mates(self) -> None:
         """Has the mates begin, so that the text joins them in mid-flow."""
+        mate = replace(self._params, max_tokens=len(self.text) + HEAD_START)  # another object, so not held
         for other in self.setup.mates:
             if ids := other(self.ids, self.setup.cache.block_size):
-                self._others.append(self.engine.add(ids, replace(self._params)))  # equal, but another object
-        for _ in range(2):
+                self._others.append(self.engine.add(ids, mate))
+        for _ in range(HEAD_START):
             self.step_mates()
 
     def step_mates(self) -> None:
@@ -153,15 +155,19 @@ def queued(stage: Stage) -> list[Record]:
 
 
 def forked(stage: Stage) -> list[Record]:
-    """Forks after the prompt. One fork goes another way; the other and the original continue the text in turn."""
+    """Forks after the prompt. The original and one fork continue the text in turn; another fork soon goes astray.
+
+    What it writes comes after the others have written there, so that they read it if it should have gone elsewhere.
+    """
     with contextlib.closing(stage.open()) as first:
         logits = stage.read(first, stage.ids[len(first) :])
         with contextlib.closing(first.fork()) as stray, contextlib.closing(first.fork()) as second:
-            stage.read(stray, _others_than(stage.text, stage, 2))
             taken: list[list[Tensor]] = [[logits], [logits]]
-            for token in stage.text[:-1]:
+            for index, token in enumerate(stage.text[:-1]):
                 for cache, into in zip((second, first), taken, strict=True):
                     into.append(stage.read(cache, [token]))
+                if index == 0:
+                    stage.read(stray, _others_than(stage.text, stage, 2))
     return [_record(logits) for logits in taken]
 
 

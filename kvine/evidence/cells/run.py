@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
 from kvine.errors import ConfigError, KvineError
 from kvine.evidence.cells.covering import Choice, Design
-from kvine.evidence.cells.drive import compute, queued
+from kvine.evidence.cells.drive import HEAD_START, compute, queued
 from kvine.evidence.cells.factors import Scope
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
@@ -99,9 +100,8 @@ class CellRuns:
     def _run_cell(self, bench: Bench, setup: Setup, names: dict[str, str]) -> Cell:
         setup = replace(setup, prompt=self._text(bench, setup.prompt))
         reference = bench.oracle.reference(setup)
-        parts = _parts(bench, setup)
         try:
-            computed = compute(setup, parts)
+            computed = compute(setup, _parts(bench, setup))
         except Exception as error:  # a broken engine may raise anything, and other cells say more about it
             cell = Cell(names, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error))
         else:
@@ -111,8 +111,8 @@ class CellRuns:
                 cell = Cell(names, "not run", reason="The beginning of the prompt was not found in the cache.")
         if cell.verdict == "fault" and self._located < MOST_LOCATED:
             self._located += 1
-            trace = bench.oracle.trace(setup)
-            cell = replace(cell, location=locate(trace, parts, lambda parts: compute(setup, parts)))
+            fresh = _parts(bench, setup)  # the fault may have left the others in any state
+            cell = replace(cell, location=locate(bench.oracle.trace(setup), fresh, partial(compute, setup)))
         return cell
 
     def _run_other(self, bench: Bench, open_other: Callable[[], OtherPath]) -> list[Cell]:
@@ -143,7 +143,7 @@ def _parts(bench: Bench, setup: Setup) -> EngineParts:
     specs = cache_specs(bench.model, setup.cache)
     size = setup.cache.block_size
     others = [other(setup.prompt.ids, size) for other in (*setup.earlier, *setup.mates)]
-    longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text)
+    longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text) + HEAD_START
     blocks = [spec.max_live_blocks(longest, setup.engine.max_step_tokens) + 1 for spec in specs]  # and one to copy to
     needed = sum(n * spec.bytes_per_block(bench.dtype) for n, spec in zip(blocks, specs, strict=True))
     cache = replace(setup.cache, kv_memory=needed if setup.tight else AMPLE * needed)

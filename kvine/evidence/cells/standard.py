@@ -6,7 +6,7 @@ from typing import Any
 
 from kvine.config import KV_DTYPES
 from kvine.engine.build import BACKENDS
-from kvine.evidence.cells.drive import PreemptingScheduler, cropped, edited, forked, queued
+from kvine.evidence.cells.drive import WRONG_TOKENS, PreemptingScheduler, cropped, edited, forked, queued
 from kvine.evidence.cells.factors import Factor, Level, Scope, never, register
 from kvine.evidence.cells.setup import Setup
 
@@ -21,10 +21,12 @@ def prompt(scope: Scope) -> Factor:
 
     def level(index: int) -> Level:
         chosen = scope.prompts[index]
-        total = len(chosen.ids) + scope.new_tokens
+        total = len(chosen.ids) + scope.new_tokens + WRONG_TOKENS
         unfit = None
         if total > scope.model.max_context:
-            unfit = f"{total} tokens are more than the model's context of {scope.model.max_context}."
+            unfit = (
+                f"{total} tokens, wrong ones included, are more than the model's context of {scope.model.max_context}."
+            )
         return Level(chosen.name, lambda setup: replace(setup, prompt=chosen), chosen, unfit)
 
     return Factor("prompt", tuple(level(index) for index in range(len(scope.prompts))))
