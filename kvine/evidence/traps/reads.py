@@ -123,7 +123,8 @@ def _of_windows(scene: Scene) -> Iterator[Hypothesis]:
     if rule.window is None:
         return
     for change, kind in ((-1, "window-one-short"), (1, "window-one-long"), (-2, "window-wrong"), (2, "window-wrong")):
-        yield Hypothesis(kind, f"a window of {rule.window + change}", _other_window(rule.window + change))
+        readings = _other_window(rule.window + change)
+        yield Hypothesis(kind, f"a window of {rule.window + change}", readings, may_be_right=True)
     yield Hypothesis("window-wrong", "no window at all", _other_window(1 << 40))
 
     def sinks_in_place(scene: Scene, row: Row) -> Candidates:
@@ -257,7 +258,7 @@ def _of_blocks() -> Iterator[Hypothesis]:
     def exchanged_blocks(scene: Scene, row: Row) -> Candidates:
         seen, size = _seen(scene, row), scene.block_size
         last = row.position // size
-        for wrong in range(last):
+        for wrong in range(last + 1):  # its own too, of which it reads as much as it should
             for instead in range(last):
                 if wrong != instead:
                     moved = torch.where(seen // size == wrong, seen + (instead - wrong) * size, seen)
