@@ -242,7 +242,8 @@ _LIST = (
         with_pool(lambda pool: cache.rebuilt(pool, cache.NarrowPool)),
         cache.NarrowPool.write,
         *_STORED,
-        "The text is right for long, then a near-tie goes the other way; no two runs of a comparison agree in the end.",
+        "Nothing in most texts. Now and then a near-tie goes the other way, and logits never quite agree with another "
+        "program's.",
     ),
     _trap(
         "bits-reinterpreted",
@@ -275,7 +276,7 @@ _LIST = (
         with_specs(_one_short),
         _one_short,
         *_VISIBLE,
-        "Short texts are right. Beyond the window, a text differs now and then.",
+        "Short texts are right. Beyond the window it is another text, and nobody thinks of the window.",
         story="window",
     ),
     _trap(
@@ -283,7 +284,7 @@ _LIST = (
         with_specs(_one_long),
         _one_long,
         *_VISIBLE,
-        "Short texts are right. Beyond the window, a text differs now and then.",
+        "Short texts are right. Beyond the window it is another text, and nobody thinks of the window.",
         story="window",
     ),
     _trap(
@@ -349,8 +350,8 @@ _LIST = (
         attention.SinksInPlace.attend,
         "kvine/attention/cached.py",
         "q_sink = rotate(q, *self._rotation(place, moved=True))",
-        "Long texts are right until the model's context ends, then fall apart: the sinks are further away than any "
-        "distance that it was trained on.",
+        "Past the window it is another text, if a fluent one. Past the model's context it falls apart: the sinks are "
+        "further away than any distance that it was trained on.",
         story="sinks",
     ),
     _trap(
