@@ -58,26 +58,22 @@ def shared_table(parts: EngineParts) -> EngineParts:
     return with_fault(parts, lambda whole: changed_groups(whole, change))
 
 
-def stale_tables(parts: EngineParts) -> EngineParts:
-    """Preemption: the runner remembers each request's blocks, and does not hear when they change."""
-    known: dict[int, list[list[int]]] = {}
+def resumed_one_early(parts: EngineParts) -> EngineParts:
+    """Preemption: generated tokens that are computed again stand one position too early."""
 
-    class Forgetful(Runner):
-        def run(self, step, *, all_logits=False):
-            for item in step:
-                if item.request.id < 0 or item.request.sequence is None:
-                    continue
-                tables = known.setdefault(item.request.id, [])
-                for number, table in enumerate(item.request.sequence.tables):
-                    if number == len(tables):
-                        tables.append(list(table))
-                    tables[number] += table[len(tables[number]) :]
-                    item.request.sequence.tables[number][:] = tables[number][: len(table)]
-            return super().run(step, all_logits=all_logits)
+    class Early(Runner):
+        def batch(self, step, *, all_logits=False):
+            batch = super().batch(step, all_logits=all_logits)
+            positions = batch.positions.clone()
+            for row, item in zip(batch.query_start, step, strict=False):
+                first = max(0, len(item.request.prompt_ids) - item.start)
+                if item.request.id >= 0 and item.request.output_ids and item.count > 1:
+                    positions[row + first : row + item.count] -= 1
+            return replace(batch, positions=positions)
 
     runner = parts.runner
     assert isinstance(runner, Runner)
-    return replace(parts, runner=Forgetful(runner.decoder, runner.attention, runner.manager, runner.device))
+    return replace(parts, runner=Early(runner.decoder, runner.attention, runner.manager, runner.device))
 
 
 def careless_comparison(parts: EngineParts) -> EngineParts:

@@ -7,9 +7,9 @@ a design for pairs needs dozens of cells where the full product has hundreds of 
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvine.evidence.cells.factors import Factor, Level, refusal
+from kvine.evidence.cells.factors import Factor, Level, refusal, tried
 
 CANDIDATES = 12  # cells drawn for each one that is kept
 
@@ -45,7 +45,8 @@ class Design:
 def cover(factors: Sequence[Factor], seed: int) -> Design:
     """Covers all pairs greedily: of some random cells that hold a pair still missing, keeps the one with most of them.
 
-    Deterministic for a seed. The plain cell, the first level of each factor, comes first where it is possible.
+    A pair counts where both levels take effect, if there is any such cell; otherwise where they meet. Deterministic for
+    a seed. The plain cell, the first level of each factor, comes first where it is possible.
 
     Args:
         factors: what to vary; a factor without a fitting level is left out.
@@ -57,9 +58,7 @@ def cover(factors: Sequence[Factor], seed: int) -> Design:
         for level in factor.levels
         if level.unfit is not None
     ]
-    fitting = [
-        Factor(f.name, levels, f.refuse) for f in factors if (levels := tuple(x for x in f.levels if x.unfit is None))
-    ]
+    fitting = [replace(f, levels=levels) for f in factors if (levels := tuple(x for x in f.levels if x.unfit is None))]
     missing: dict[Pair, Choice] = {}  # in order
     for a, b in itertools.combinations(fitting, 2):
         for one, other in itertools.product(a.levels, b.levels):
@@ -69,68 +68,81 @@ def cover(factors: Sequence[Factor], seed: int) -> Design:
             else:
                 missing[_pair(choice)] = choice
     search = _Search(fitting, missing, random.Random(seed))
+    for begin in search.drop_impossible():
+        two = tuple((name, level.name) for name, level in begin.items())
+        refused.append(Refusal(two, "No choice of the other options goes with these two."))
+    pairs = len(missing)
     cells: list[Choice] = []
     plain = {factor.name: factor.levels[0] for factor in fitting}
     if refusal(fitting, plain) is None:
         cells.append(plain)
         search.strike(plain)
     while missing:
-        begin = next(iter(missing.values()))
-        drawn = [cell for _ in range(CANDIDATES) if (cell := search.complete(begin)) is not None]
-        if not drawn:
-            two = tuple((name, level.name) for name, level in begin.items())
-            refused.append(Refusal(two, "No choice of the other options goes with these two."))
-            del missing[_pair(begin)]
-            continue
-        best = max(drawn, key=search.gain)
+        best = search.best_with(next(iter(missing.values())))
         cells.append({factor.name: best[factor.name] for factor in fitting})
         search.strike(best)
-    return Design(tuple(cells), len({pair for cell in cells for pair in _pairs(cell)}), tuple(refused), seed)
+    return Design(tuple(cells), pairs, tuple(refused), seed)
 
 
 class _Search:
     """Draws cells; `missing` shrinks as pairs are struck off."""
 
     def __init__(self, factors: Sequence[Factor], missing: dict[Pair, Choice], chance: random.Random) -> None:
-        self._factors = factors
+        self._factors = {factor.name: factor for factor in factors}
         self._missing = missing
         self._chance = chance
-
-    def gain(self, cell: Choice) -> int:
-        """How many missing pairs meet in a cell."""
-        return sum(pair in self._missing for pair in _pairs(cell))
+        self._anyhow: set[Pair] = set()  # pairs that count wherever they meet
 
     def strike(self, cell: Choice) -> None:
         """Counts a cell's pairs as covered."""
-        for pair in _pairs(cell):
+        for pair in self._tried(cell):
             self._missing.pop(pair, None)
 
-    def complete(self, begin: Choice) -> Choice | None:
-        """A cell that holds `begin`; None if no choice of the rest is allowed."""
-        rest = [factor for factor in self._factors if factor.name not in begin]
-        self._chance.shuffle(rest)
-        return self._extend(dict(begin), rest)
+    def drop_impossible(self) -> list[Choice]:
+        """Takes pairs that no cell can hold out of what is missing, and returns them."""
+        dropped = []
+        for pair, begin in list(self._missing.items()):
+            if self._complete(begin) is None:
+                self._anyhow.add(pair)
+                if self._complete(begin) is None:
+                    dropped.append(self._missing.pop(pair))
+        return dropped
 
-    def _extend(self, chosen: dict[str, Level], rest: Sequence[Factor]) -> Choice | None:
+    def best_with(self, begin: Choice) -> Choice:
+        """Of some cells that hold a missing pair, the one with most of them."""
+        drawn = [cell for _ in range(CANDIDATES) if (cell := self._complete(begin)) is not None]
+        return max(drawn, key=lambda cell: sum(pair in self._missing for pair in self._tried(cell)))
+
+    def _complete(self, begin: Choice) -> Choice | None:
+        """A random cell that holds a pair which counts there; None if there is none."""
+        rest = [factor for name, factor in self._factors.items() if name not in begin]
+        self._chance.shuffle(rest)
+        return self._extend(dict(begin), rest, () if _pair(begin) in self._anyhow else tuple(begin))
+
+    def _extend(self, chosen: dict[str, Level], rest: Sequence[Factor], pair: tuple[str, ...]) -> Choice | None:
+        """Chooses the rest such that nothing is refused, and the levels of `pair` make a difference."""
+        if pair and not tried(self._factors, chosen, pair):
+            return None
         if not rest:
             return chosen
         levels = list(rest[0].levels)
         self._chance.shuffle(levels)
         levels.sort(key=lambda level: -self._new_pairs(rest[0].name, level, chosen))
         for level in levels:
-            chosen[rest[0].name] = level
-            if refusal(self._factors, chosen) is None and (cell := self._extend(chosen, rest[1:])) is not None:
-                return cell
-            del chosen[rest[0].name]
+            extended = {**chosen, rest[0].name: level}
+            if refusal(list(self._factors.values()), extended) is None:
+                cell = self._extend(extended, rest[1:], pair)
+                if cell is not None:
+                    return cell
         return None
 
     def _new_pairs(self, name: str, level: Level, chosen: Choice) -> int:
         return sum(_pair({name: level, other: known}) in self._missing for other, known in chosen.items())
 
+    def _tried(self, cell: Choice) -> list[Pair]:
+        pairs = ((two, _pair({name: cell[name] for name in two})) for two in itertools.combinations(cell, 2))
+        return [pair for two, pair in pairs if pair in self._anyhow or tried(self._factors, cell, two)]
+
 
 def _pair(choice: Choice) -> Pair:
     return frozenset((name, level.name) for name, level in choice.items())
-
-
-def _pairs(cell: Choice) -> list[Pair]:
-    return [_pair(dict(two)) for two in itertools.combinations(cell.items(), 2)]

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from kvine.engine.engine import Engine, EngineParts
 from kvine.engine.runner import Runner
-from kvine.engine.scheduler import Scheduled, Scheduler
+from kvine.engine.scheduler import Scheduler
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import StepError
 from kvine.evidence.cells.setup import Setup
 from kvine.evidence.paths import HeldSampler, Record
 from kvine.sampling.params import SamplingParams
 
-PREEMPT_EVERY = 3  # steps
 STEPS_PER_TOKEN = 20  # more than any healthy engine takes, preemption included
 HEAD_START = 2  # steps that mates are ahead
 WRONG_TOKENS = 5  # fed and taken back by the histories that crop
@@ -40,6 +39,20 @@ class Computed:
     preemptions: int
 
 
+class YieldingScheduler(Scheduler):
+    """A scheduler whose youngest request can be made to give way."""
+
+    def give_way(self) -> None:
+        """Preempts the youngest request, and forgets what it had computed, but ever more rarely.
+
+        So a text of any length that is fed in pieces of any size comes to its end.
+        """
+        if self.running:
+            self._preempt(self.running[-1])
+            if self.num_preemptions.bit_count() == 1:  # 1, 2, 4, 8, ...
+                self.manager.clear()
+
+
 class Stage:
     """An engine with a cell's requests on it.
 
@@ -57,7 +70,8 @@ class Stage:
         self.sampler = HeldSampler(parts.sampler, self._params, self.text, lambda done: None)
         self.parts = replace(parts, sampler=self.sampler)
         self.engine = Engine(self.parts, setup.engine)
-        self.engine.scheduler = setup.scheduler(parts.manager, setup.engine)
+        self._scheduler = YieldingScheduler(parts.manager, setup.engine)
+        self.engine.scheduler = self._scheduler
         self._others: list[int] = []
 
     def serve_earlier(self) -> None:
@@ -82,8 +96,8 @@ class Stage:
             self._step()
 
     def queue(self) -> None:
-        """Computes the text as a request."""
-        self._run_until(self.engine.add(self.ids, self._params))
+        """Computes the text as a request, which gives way now and then if it is to."""
+        self._run_until(self.engine.add(self.ids, self._params), self.setup.preempt_every)
 
     def open(self) -> SteppedCache:
         """A cache stepped by hand, which begins with what of the prompt was found."""
@@ -103,10 +117,12 @@ class Stage:
         for request in self._others:
             self.engine.abort(request)
 
-    def _run_until(self, request: int) -> None:
+    def _run_until(self, request: int, preempt_every: int | None = None) -> None:
         most = STEPS_PER_TOKEN * (len(self.ids) + len(self.text)) * (1 + len(self._others))
         try:
-            for _ in range(most):
+            for step in range(most):
+                if preempt_every is not None and step and step % preempt_every == 0:
+                    self._scheduler.give_way()
                 if self._step(request):
                     return
             raise StepError(f"The request has not come to its end in {most} steps.")
@@ -193,26 +209,6 @@ def edited(stage: Stage) -> list[Record]:
         logits = [stage.read(cache, stage.ids[len(cache) :])]
         logits += [stage.read(cache, [token]) for token in stage.text[:-1]]
     return [_record(logits)]
-
-
-class PreemptingScheduler(Scheduler):
-    """Has the youngest request give way every few steps, and at times forgets what it had computed.
-
-    It forgets less and less often, so that a text of any length fed in pieces of any size comes to its end.
-    """
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self._steps = 0
-
-    def schedule(self) -> list[Scheduled]:
-        """See `Scheduler.schedule`."""
-        self._steps += 1
-        if self._steps % PREEMPT_EVERY == 0 and self.running:
-            self._preempt(self.running[-1])
-            if self.num_preemptions.bit_count() == 1:  # 1, 2, 4, 8, ...
-                self.manager.clear()
-        return super().schedule()
 
 
 def _take_back(stage: Stage, cache: SteppedCache, num_tokens: int) -> None:

@@ -13,11 +13,18 @@ from kvine.models.config import ModelConfig
 # Values of the levels chosen so far, by factor → why they cannot go together, or None. Further choices never lift a
 # refusal.
 Refuse = Callable[[Mapping[str, Any]], str | None]
+# Values of chosen levels, the factor's own among them → whether that one makes a difference beside them.
+TakesEffect = Callable[[Mapping[str, Any]], bool]
 
 
 def never(_: Mapping[str, Any]) -> str | None:
     """Refuses nothing."""
     return None
+
+
+def always(_: Mapping[str, Any]) -> bool:
+    """Makes a difference beside everything."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,19 @@ class Level:
 
 @dataclass(frozen=True)
 class Factor:
-    """One thing that is varied; its first level is the plain one."""
+    """One thing that is varied; its first level is the plain one.
+
+    Attributes:
+        name: shown in reports.
+        levels: to choose from.
+        refuse: which choices cannot go together.
+        takes_effect: beside which choices a level makes a difference: only there does it count as tried.
+    """
 
     name: str
     levels: tuple[Level, ...]
     refuse: Refuse = never
+    takes_effect: TakesEffect = always
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,12 @@ def registered(scope: Scope) -> list[Factor]:
     for make in _MAKERS:
         factor = make(scope)
         known = joined.get(factor.name, Factor(factor.name, ()))
-        joined[factor.name] = Factor(factor.name, known.levels + factor.levels, _either(known.refuse, factor.refuse))
+        joined[factor.name] = Factor(
+            factor.name,
+            known.levels + factor.levels,
+            _either(known.refuse, factor.refuse),
+            _both(known.takes_effect, factor.takes_effect),
+        )
     return list(joined.values())
 
 
@@ -96,5 +116,22 @@ def refusal(factors: Sequence[Factor], chosen: Mapping[str, Level]) -> str | Non
     return next((reason for factor in factors if (reason := factor.refuse(values)) is not None), None)
 
 
+def tried(factors: Mapping[str, Factor], chosen: Mapping[str, Level], pair: Sequence[str]) -> bool:
+    """Whether the levels of two factors make a difference together, with all the other choices of a cell.
+
+    What one of the two does to the other is what is tried, so each is judged beside the rest only.
+    """
+    values = {name: level.value for name, level in chosen.items()}
+    one, other = pair
+    return all(
+        factors[name].takes_effect({key: value for key, value in values.items() if key != without})
+        for name, without in ((one, other), (other, one))
+    )
+
+
 def _either(first: Refuse, second: Refuse) -> Refuse:
     return lambda values: first(values) or second(values)
+
+
+def _both(first: TakesEffect, second: TakesEffect) -> TakesEffect:
+    return lambda values: first(values) and second(values)

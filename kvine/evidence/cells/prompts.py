@@ -22,7 +22,7 @@ BUILT_IN = {
     "numbers": "1, 1, 2, 3, 5, 8, 13, 21, 34,",
     "question": "Question: Which is heavier, a kilogram of iron or a kilogram of feathers?\nAnswer:",
 }
-QUICK = ("English", "one token", "code", "two blocks")
+QUICK = ("English", "one token", "two blocks")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
-from kvine.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvine.evidence.cells.drive import History
@@ -41,7 +40,7 @@ class Setup:
         history: how the text comes about, see `drive`.
         earlier: requests served, one after the other, before the text.
         mates: requests that run beside it.
-        scheduler: who computes how much in a step.
+        preempt_every: after so many steps the text gives its blocks up; None lets it keep them.
         tight: whether the cache has room for this text alone.
         expects_hit: whether the beginning of the prompt must be found in the cache.
         exchange: exchange parts of the engine, in order.
@@ -54,7 +53,7 @@ class Setup:
     engine: EngineConfig = field(default_factory=EngineConfig)
     earlier: tuple[OtherRequest, ...] = ()
     mates: tuple[OtherRequest, ...] = ()
-    scheduler: type[Scheduler] = Scheduler
+    preempt_every: int | None = None
     tight: bool = False
     expects_hit: bool = False
     exchange: tuple[Callable[[EngineParts], EngineParts], ...] = ()

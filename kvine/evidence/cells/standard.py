@@ -6,11 +6,12 @@ from typing import Any
 
 from kvine.config import KV_DTYPES
 from kvine.engine.build import BACKENDS
-from kvine.evidence.cells.drive import WRONG_TOKENS, PreemptingScheduler, cropped, edited, forked, queued
-from kvine.evidence.cells.factors import Factor, Level, Scope, never, register
+from kvine.evidence.cells.drive import WRONG_TOKENS, cropped, edited, forked, queued
+from kvine.evidence.cells.factors import Factor, Level, Scope, register
 from kvine.evidence.cells.setup import Setup
 
 WINDOW, SINKS = 12, 3  # shorter than most prompts; sinks end within a block, whatever its size but 1 and 3
+PREEMPT_EVERY = 3  # steps
 MATE_LENGTHS = (13, 6, 1)
 Values = Mapping[str, Any]
 
@@ -45,16 +46,28 @@ def feeding(scope: Scope) -> Factor:
     def apply(setup: Setup, tokens: int | None) -> Setup:
         return setup if tokens is None else replace(setup, engine=replace(setup.engine, max_step_tokens=tokens))
 
-    sizes = {"at once": None, "1 at a time": 1, "chunks of 7": 7}
+    sizes: dict[str, int | None] = {"at once": None, "chunks of 7": 7}
     if not scope.quick:
-        sizes |= {"chunks of 31": 31, "chunks of 33": 33}
-    return Factor("feeding", _named(sizes, apply))
+        sizes |= {"1 at a time": 1, "chunks of 31": 31, "chunks of 33": 33}
+
+    def takes_effect(values: Values) -> bool:
+        chunk, read = values.get("feeding"), values.get("prompt")
+        return chunk is None or read is None or len(read.ids) > chunk
+
+    longest = max(len(read.ids) for read in scope.prompts)
+    levels = tuple(
+        level
+        if level.value is None or level.value < longest
+        else replace(level, unfit=f"No prompt has more than {level.value} tokens.")
+        for level in _named(sizes, apply)
+    )
+    return Factor("feeding", levels, takes_effect=takes_effect)
 
 
 @register
 def block_size(scope: Scope) -> Factor:
     """Tokens in a block."""
-    sizes = (32, 1, 3) if scope.quick else (32, 1, 3, 16)
+    sizes = (32, 3) if scope.quick else (32, 3, 1, 16)
     return Factor(
         "block size",
         _named({str(size): size for size in sizes}, lambda setup, size: _cache(setup, block_size=size)),
@@ -95,7 +108,12 @@ def mates(scope: Scope) -> Factor:
         return replace(setup, mates=(*setup.mates, *others))
 
     kinds = {"none": "none", "three, uneven": "uneven", "begins alike": "twin"}
-    return Factor("mates", _named(kinds, apply))
+
+    def takes_effect(values: Values) -> bool:  # in one model call with the text
+        together = values.get("history", queued) is queued and not values.get("memory")
+        return values.get("mates") == "none" or together
+
+    return Factor("mates", _named(kinds, apply), takes_effect=takes_effect)
 
 
 @register
@@ -103,14 +121,14 @@ def preemption(scope: Scope) -> Factor:
     """Whether the text has to give its blocks up every few steps."""
 
     def apply(setup: Setup, forced: bool) -> Setup:
-        return replace(setup, scheduler=PreemptingScheduler) if forced else setup
+        return replace(setup, preempt_every=PREEMPT_EVERY) if forced else setup
 
     def refuse(values: Values) -> str | None:
         if values.get("preemption") and values.get("history", queued) is not queued:
             return "Only queued requests give way; caches stepped by hand keep what they hold."
         return None
 
-    return Factor("preemption", _named({"none": False, "every third step": True}, apply), refuse)
+    return Factor("preemption", _named({"none": False, f"every {PREEMPT_EVERY} steps": True}, apply), refuse)
 
 
 @register
@@ -122,8 +140,11 @@ def memory(scope: Scope) -> Factor:
             return "Caches stepped by hand do not wait for memory; forks and detours need some of their own."
         return None
 
+    def takes_effect(values: Values) -> bool:  # somebody else has to want it
+        return not values.get("memory") or values.get("mates") != "none"
+
     levels = _named({"ample": False, "one request": True}, lambda setup, tight: replace(setup, tight=tight))
-    return Factor("memory", levels, refuse)
+    return Factor("memory", levels, refuse, takes_effect)
 
 
 @register
@@ -163,7 +184,7 @@ def codec(scope: Scope) -> Factor:
             return "The oracle turns keys by their place in the cache, before it could round them as the cache does."
         return None
 
-    names = tuple(name for name in KV_DTYPES if name != "fp32" or not scope.quick)
+    names = ("exact", "fp16") if scope.quick else KV_DTYPES
     return Factor("codec", _levels(names, lambda setup, name: _cache(setup, kv_dtype=name)), refuse)
 
 
@@ -176,7 +197,15 @@ def window(scope: Scope) -> Factor:
         "sinks": {"window": WINDOW, "sink_tokens": SINKS},
         "in_cache": {"window": WINDOW, "sink_tokens": SINKS, "sink_rule": "in_cache"},
     }
-    return Factor("window", _levels(tuple(options), lambda setup, name: _cache(setup, **options[name])), never)
+
+    def takes_effect(values: Values) -> bool:
+        read = values.get("prompt")
+        return values.get("window") == "none" or read is None or len(read.ids) > WINDOW + SINKS
+
+    if scope.quick:
+        del options["window"]
+    levels = _levels(tuple(options), lambda setup, name: _cache(setup, **options[name]))
+    return Factor("window", levels, takes_effect=takes_effect)
 
 
 def _named(values: Mapping[str, Any], apply: Callable[[Setup, Any], Setup]) -> tuple[Level, ...]:
