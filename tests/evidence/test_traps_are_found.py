@@ -57,16 +57,11 @@ def test_each_fault_is_named_in_other_architectures(labs: dict[str, Lab], kind: 
     assert_named(labs[kind], name)
 
 
-def test_the_position_is_that_of_the_first_decoded_token(labs: dict[str, Lab]) -> None:
-    finding = examine(labs["llama"], broken(TRAPS["position-stuck-at-0"].fault))
-    assert (finding.probe, finding.layer, finding.position) == ("alone", 0, 11), "the prompt has 11 tokens"
-
-
 def test_every_name_of_a_trap_is_a_kind() -> None:
     assert TRAPS.keys() <= KINDS.keys()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_healthy_engines_raise_no_alarm(tmp_path: Path, seed: int) -> None:
     configuration = random_configuration(seed)
     finding = examine_healthy(tmp_path, configuration)
