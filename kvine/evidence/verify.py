@@ -21,10 +21,11 @@ from kvine.evidence.cells.covering import cover
 from kvine.evidence.cells.factors import Scope, registered
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.run import Bench, CellRuns
+from kvine.evidence.coarse_angles import with_coarse_angles
 from kvine.evidence.judge import Report, Rounding, Run, judge, judge_reference, measure_rounding
 from kvine.evidence.paths import Record, Step, run_cache_free, run_cached, run_in_company
 from kvine.evidence.progress import Progress, silent
-from kvine.evidence.row_split import split_logits
+from kvine.evidence.row_split import split_logits, whole_logits
 from kvine.evidence.transformers_path import OtherPath, PathUnavailableError, TransformersPath
 from kvine.hub import ModelSource
 from kvine.llm import LLM
@@ -165,8 +166,10 @@ def compare(
     reference = run_cache_free(parts, dense, prompt_ids, new_tokens, step(CACHE_FREE))
     text = reference.chosen
     vocab_size = parts.sampler.vocab_size  # without the rows that only pad the model's
-    control = split_logits(dense, [*prompt_ids, *text[:-1]], new_tokens, dtype)[:, :vocab_size]
+    read = [*prompt_ids, *text[:-1]]
+    control = split_logits(dense, read, new_tokens, dtype)[:, :vocab_size]
     rounding = measure_rounding(dtype, reference, control)
+    bounds: dict[str, Rounding] = {}
     runs = [judge_reference(CACHE_FREE, reference, rounding)]
     paths: dict[str, Callable[[Step], Record]] = {
         CACHED: lambda on_step: run_cached(parts, config, prompt_ids, text, on_step),
@@ -174,6 +177,8 @@ def compare(
     }
     if other is not None:
         paths[TRANSFORMERS] = lambda on_step: other(prompt_ids, text, vocab_size, on_step)
+        coarse = whole_logits(with_coarse_angles(dense), read, new_tokens)[:, :vocab_size]
+        bounds[TRANSFORMERS] = measure_rounding(dtype, reference, control, coarse)
     for path, run in paths.items():
         try:
             record = run(step(path))
@@ -182,7 +187,8 @@ def compare(
         except Exception as error:  # a broken engine may raise anything
             runs.append(Run(path, name, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error)))
         else:
-            runs.append(judge(path, record, reference, rounding, prompt_tokens=len(prompt_ids), piece=piece))
+            bound = bounds.get(path, rounding)
+            runs.append(judge(path, record, reference, bound, prompt_tokens=len(prompt_ids), piece=piece))
     return runs, rounding
 
 

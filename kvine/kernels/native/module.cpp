@@ -42,6 +42,7 @@ nb::list paths() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // a program may end while a model is alive
     m.attr("FP32") = static_cast<int>(kFp32);
     m.attr("BF16") = static_cast<int>(kBf16);
     m.attr("FP16") = static_cast<int>(kFp16);
