@@ -33,7 +33,10 @@ def faulty() -> Iterator[None]:
     def parts_with_fault(*args: object, **options: object):
         return with_fault(standard_parts(*args, **options), broken_parts.late_positions)  # type: ignore[arg-type]
 
-    with patch("kvine.llm.standard_parts", parts_with_fault):
+    with (
+        patch("kvine.llm.standard_parts", parts_with_fault),
+        patch("kvine.evidence.verify.standard_parts", parts_with_fault),
+    ):
         yield
 
 
@@ -45,7 +48,9 @@ def run(*arguments: str | Path) -> Result:
 
 
 def test_verify_finds_a_healthy_engine_healthy(folder: Path) -> None:
-    result = run("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "6", "--threads", "1", "--json")
+    result = run(
+        "verify", "-m", folder, "--only", "paths", "--prompt", PROMPT, "--new-tokens", "6", "--threads", "1", "--json"
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] is True and report["prompt_tokens"] == 40
@@ -60,9 +65,10 @@ def test_verify_finds_a_healthy_engine_healthy(folder: Path) -> None:
 
 
 def test_verify_runs_fp32_beside_the_compute_dtype(folder: Path) -> None:
-    result = run("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "4", "--threads", "1", "--dtype", "bf16")
+    arguments = ("--only", "paths", "--prompt", PROMPT, "--new-tokens", "4", "--threads", "1", "--dtype", "bf16")
+    result = run("verify", "-m", folder, *arguments)
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("transformers") >= 2
+    assert result.stdout.count("transformers") == 2
     assert "bf16: two right computations differ by up to" in result.stdout
     assert "fp32: two right computations differ by up to" in result.stdout
     assert "No fault" in result.stdout
@@ -70,7 +76,7 @@ def test_verify_runs_fp32_beside_the_compute_dtype(folder: Path) -> None:
 
 @pytest.mark.usefixtures("faulty")
 def test_verify_ends_with_1_on_a_fault_and_says_where(folder: Path) -> None:
-    arguments = ("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "12", "--threads", "1")
+    arguments = ("verify", "-m", folder, "--only", "paths", "--prompt", PROMPT, "--new-tokens", "12", "--threads", "1")
     result = run(*arguments, "--json")
     assert result.exit_code == 1, result.output
     report = json.loads(result.stdout)
@@ -89,9 +95,64 @@ def test_verify_ends_with_1_on_a_fault_and_says_where(folder: Path) -> None:
     assert "2 of 4 runs show a fault" in shown.stdout and "the reference takes 'w" in shown.stdout
 
 
+CELLS = ("--only", "cells", "--quick", "--new-tokens", "4", "--threads", "1")
+
+
+def test_cells_of_a_healthy_engine_are_healthy(folder: Path, tmp_path: Path) -> None:
+    """On prompts of a file, one of them a recorded run."""
+    prompts = tmp_path / "prompts.jsonl"
+    ids = [i * 37 % 131 for i in range(40)]
+    prompts.write_text(json.dumps({"prompt_ids": ids, "token_ids": [5, 6, 7]}) + "\nw1 w2\n")
+    with patch.dict("sys.modules", {"transformers": None}):
+        result = run("verify", "-m", folder, *CELLS, "--prompts", prompts, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True and report["runs"] == [] and report["covered_pairs"] > 200
+    own, other = report["cells"][:-1], report["cells"][-1]
+    assert {cell["verdict"] for cell in own} == {"identical"}
+    assert {cell["factors"]["prompt"] for cell in own} == {"line 1", "line 2"}
+    assert all(0 <= cell["gap"] <= cell["bound"] and 0 <= cell["kl"] <= cell["kl_max"] < 1e-6 for cell in own)
+    assert all(cell["agreement"] == 1 and cell["location"] is None for cell in own)
+    assert (other["factors"]["path"], other["verdict"]) == ("transformers", "not run")
+    assert all(refusal["reason"] and refusal["levels"] for refusal in report["refused"])
+
+
+def test_transformers_reads_the_prompts_of_cells_too(folder: Path) -> None:
+    result = run("verify", "-m", folder, *CELLS, "--prompt", PROMPT, "--json")
+    assert result.exit_code == 0, result.output
+    (other,) = [cell for cell in json.loads(result.stdout)["cells"] if cell["factors"].get("path") == "transformers"]
+    assert other["verdict"] == "identical" and other["tokens"] == 4
+
+
+@pytest.mark.usefixtures("faulty")
+def test_cells_end_with_1_on_a_fault_and_say_where(folder: Path) -> None:
+    with patch.dict("sys.modules", {"transformers": None}):
+        result = run("verify", "-m", folder, *CELLS, "--prompt", PROMPT, "--json")
+        shown = run("verify", "-m", folder, *CELLS, "--prompt", PROMPT)
+    assert result.exit_code == shown.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    location = next(cell["location"] for cell in report["cells"] if cell["location"])
+    assert (location["layer"], location["tensor"], location["position"]) == (0, "cached_k", 40)
+    assert location["difference"] > location["bound"]
+    assert "First wrong: cached_k of layer 0 at position 40" in " ".join(shown.stdout.split())
+
+
 def test_verify_without_transformers_says_how_to_install_it(folder: Path) -> None:
     with patch.dict("sys.modules", {"transformers": None}):
-        result = run("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "2", "--threads", "1", "--json")
+        result = run(
+            "verify",
+            "-m",
+            folder,
+            "--only",
+            "paths",
+            "--prompt",
+            PROMPT,
+            "--new-tokens",
+            "2",
+            "--threads",
+            "1",
+            "--json",
+        )
     assert result.exit_code == 0, "a path that cannot run is no fault"
     last = json.loads(result.stdout)["runs"][-1]
     assert (last["path"], last["verdict"], last["identical"]) == ("transformers", "not run", None)
@@ -102,6 +163,10 @@ def test_a_users_mistake_ends_with_2(folder: Path) -> None:
     for arguments in (
         ("verify", "-m", folder, "--new-tokens", "2", "--threads", "1"),  # the default prompt has more than 512 tokens
         ("verify", "-m", folder / "nothing"),
+        ("verify", "-m", folder, "--prompts", folder / "nothing"),
+        ("verify", "-m", folder, "--prompts", folder / "nothing", "--prompt", "w1"),
+        ("verify", "-m", folder, *CELLS, "--new-tokens", "0"),
+        ("verify", "-m", folder, *CELLS, "--prompt", " ".join(["w1"] * 510)),
         ("experiment", "cache", "-m", folder, "--repeats", "0"),
         ("experiment", "cache", "-m", folder, "--prompt", "w1", "--tokens", "600", "--repeats", "1"),
     ):

@@ -49,7 +49,7 @@ def cover(factors: Sequence[Factor], seed: int) -> Design:
     a seed. The plain cell, the first level of each factor, comes first where it is possible.
 
     Args:
-        factors: what to vary; a factor without a fitting level is left out.
+        factors: what to vary; where one has no level that fits the model, there is no cell.
         seed: of the random choices.
     """
     refused = [
@@ -59,6 +59,8 @@ def cover(factors: Sequence[Factor], seed: int) -> Design:
         if level.unfit is not None
     ]
     fitting = [replace(f, levels=levels) for f in factors if (levels := tuple(x for x in f.levels if x.unfit is None))]
+    if len(fitting) < len(factors):
+        return Design((), 0, tuple(refused), seed)
     missing: dict[Pair, Choice] = {}  # in order
     for a, b in itertools.combinations(fitting, 2):
         for one, other in itertools.product(a.levels, b.levels):

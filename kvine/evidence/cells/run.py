@@ -14,6 +14,7 @@ from kvine.evidence.cells.factors import Scope
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
 from kvine.evidence.cells.setup import Prompt, Setup
+from kvine.evidence.judge import judge_reference
 from kvine.evidence.locate import locate
 from kvine.evidence.progress import Progress, silent
 from kvine.evidence.transformers_path import OtherPath, PathUnavailableError
@@ -100,6 +101,9 @@ class CellRuns:
     def _run_cell(self, bench: Bench, setup: Setup, names: dict[str, str]) -> Cell:
         setup = replace(setup, prompt=self._text(bench, setup.prompt))
         reference = bench.oracle.reference(setup)
+        doubt = judge_reference("", reference.record, reference.rounding)
+        if doubt.verdict == "fault":
+            return Cell(names, "fault", gap=doubt.difference, reason=f"The reference itself: {doubt.reason}")
         try:
             computed = compute(setup, _parts(bench, setup))
         except Exception as error:  # a broken engine may raise anything, and other cells say more about it
