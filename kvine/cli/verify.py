@@ -1,5 +1,6 @@
 """`kvine verify`: does the cache change anything? Exit code 0 without a fault, 1 with one."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvine.evidence.judge import Divergence, Report, Rounding, Run
+    from kvine.evidence.verify import CellOptions, PathOptions
 
 FAULT = 1
 NEW_TOKENS, QUICK_NEW_TOKENS = 64, 16
@@ -29,28 +31,63 @@ class Part(StrEnum):
     CELLS = "cells"
 
 
-@spread_options
-def verify(
-    model: ModelOptions,
+@dataclass(frozen=True)
+class TextOptions:
+    """What is computed, and how much of it."""
+
     new_tokens: Annotated[
         int | None,
         typer.Option(
             help=f"Tokens to generate; paths: {NEW_TOKENS}, or {QUICK_NEW_TOKENS} with --quick; cells: {CELL_TOKENS}, "
             f"or {QUICK_CELL_TOKENS}."
         ),
-    ] = None,
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="Paths on 69 tokens of prompt instead of 1,929; fewer cells.")
-    ] = False,
+    ] = False
     only: Annotated[
         Part | None, typer.Option(help="Only the long text by several paths, or only short ones with all options.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt, for paths and cells.")] = None,
+    ] = None
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Another prompt, for paths and cells.")] = None
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Prompts of the cells: one a line, or what `kvine generate --json` wrote."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of cells.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the choice of cells.")] = 0
+
+    def paths(self) -> "PathOptions | None":
+        """The long text; None if it is left out."""
+        from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT
+        from kvine.evidence.verify import PathOptions
+
+        if self.only == Part.CELLS:
+            return None
+        usual, tokens = (QUICK_PROMPT, QUICK_NEW_TOKENS) if self.quick else (DEFAULT_PROMPT, NEW_TOKENS)
+        return PathOptions(
+            usual if self.prompt is None else self.prompt, tokens if self.new_tokens is None else self.new_tokens
+        )
+
+    def cells(self) -> "CellOptions | None":
+        """The short texts; None if they are left out. Raises RequestError for a file that holds no prompts."""
+        from kvine.evidence.cells.prompts import Source, built_in, read_prompts
+        from kvine.evidence.verify import CellOptions
+
+        if self.only == Part.PATHS:
+            return None
+        if self.prompts is not None:
+            if self.prompt is not None:
+                raise RequestError("--prompt and --prompts both say what the cells read: give one of them.")
+            sources = read_prompts(self.prompts)
+        else:
+            sources = built_in(quick=self.quick) if self.prompt is None else [Source("--prompt", self.prompt)]
+        tokens = QUICK_CELL_TOKENS if self.quick else CELL_TOKENS
+        return CellOptions(sources, tokens if self.new_tokens is None else self.new_tokens, self.quick, self.seed)
+
+
+@spread_options
+def verify(
+    model: ModelOptions,
+    texts: TextOptions,
     inject: Annotated[
         str | None,
         typer.Option(metavar="NAME|all", help="Check the checker: build in a fault of `kvine traps` and find it."),
@@ -70,32 +107,19 @@ def verify(
         return
     from kvine.cli.evidence_progress import EvidenceProgress
     from kvine.cli.progress import FetchProgress
-    from kvine.evidence.prompts import DEFAULT_PROMPT, QUICK_PROMPT
     from kvine.hub import resolve
 
-    if prompt is not None and prompts is not None:
-        raise RequestError("--prompt and --prompts both say what the cells read: give one of them.")
     with FetchProgress() as fetching:
         source = resolve(model.model, progress=fetching)
     with ended_by_interrupt():
-        from kvine.evidence.cells.prompts import Source, built_in, read_prompts
-        from kvine.evidence.verify import CellOptions, PathOptions
         from kvine.evidence.verify import verify as run_verify
 
-    if prompts is not None:
-        sources = read_prompts(prompts)
-    else:
-        sources = built_in(quick=quick) if prompt is None else [Source("--prompt", prompt)]
-    long_tokens, short_tokens = (QUICK_NEW_TOKENS, QUICK_CELL_TOKENS) if quick else (NEW_TOKENS, CELL_TOKENS)
-    paths = PathOptions(
-        prompt or (QUICK_PROMPT if quick else DEFAULT_PROMPT), long_tokens if new_tokens is None else new_tokens
-    )
-    cells = CellOptions(sources, short_tokens if new_tokens is None else new_tokens, quick, seed)
+    paths, cells = texts.paths(), texts.cells()
     with EvidenceProgress(units={"cells": "cells", "prompts by transformers": "prompts"}) as progress:
         report = run_verify(
             source,
-            None if only == Part.CELLS else paths,
-            None if only == Part.PATHS else cells,
+            paths,
+            cells,
             dtype=model.dtype,
             device=model.device,
             threads=model.threads,
