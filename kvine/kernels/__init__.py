@@ -117,4 +117,4 @@ def _load_native() -> "ModuleType | None":
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_neg()

@@ -101,6 +101,8 @@ def test_what_cannot_be_measured_is_refused(llm: LLM) -> None:
     for options in ({"batches": [0]}, {"contexts": [0]}, {"steps": 0}, {"batches": []}):
         with pytest.raises(RequestError, match="whole numbers from 1"):
             run_walls(llm, **({"batches": [1], "contexts": [8]} | options))
+    with pytest.raises(RequestError, match="4,096 sequences"):
+        run_walls(llm, batches=[1, 4097], contexts=[8])
     with pytest.raises(ContextLengthError, match="512"):
         run_walls(llm, batches=[1], contexts=[512])
     with pytest.raises(RequestError, match="Memory is too short"):

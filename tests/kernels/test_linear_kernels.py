@@ -169,6 +169,7 @@ def test_what_the_kernels_do_not_take(path: str) -> None:
     assert not native.takes(x, randn(4, 7), None)
     assert not native.takes(x[0], weight, None)
     assert not native.takes(x, weight.clone().requires_grad_(), None)
+    assert not native.takes(torch._neg_view(x), weight, None)
     assert not native.takes(x.to("meta"), weight.to("meta"), None)
     assert not native.takes(x, weight, randn(5))
     assert not native.takes(x, weight, bias.bfloat16())

@@ -26,6 +26,7 @@ from kvine.evidence.progress import Progress, silent
 from kvine.llm import LLM
 from kvine.sampling.params import SamplingParams
 
+MOST_SEQUENCES = 4096
 SHARE_OF_FREE_MEMORY = 0.5  # that the caches of all sequences may take
 # Milliseconds of one decode step of so many sequences, each of its own K and V.
 StepTimer = Callable[[Runner, Sequence[Scheduled]], float]
@@ -118,11 +119,15 @@ def run_walls(
         timer: times one step.
 
     Raises:
-        RequestError: for a number below 1.
+        RequestError: for a number below 1, or a batch above `MOST_SEQUENCES`.
         ContextLengthError: for a context that the model does not have.
     """
     if not batches or not contexts or min(steps, *batches, *contexts) < 1:
         raise RequestError("Batches, contexts and steps are whole numbers from 1.")
+    if max(batches) > MOST_SEQUENCES:
+        raise RequestError(
+            f"A batch of {max(batches):,} is more than {MOST_SEQUENCES:,} sequences: choose a smaller one."
+        )
     limit = llm.model.config.max_context
     if max(contexts) >= limit:
         raise ContextLengthError(f"{max(contexts)} tokens and a new one exceed the model's context of {limit}.")
