@@ -101,6 +101,8 @@ def verify(
     rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick a few.
     """
     if inject is not None:
+        if texts != TextOptions():
+            raise RequestError("--inject reads texts of its own: of the other options it takes the model's and --json.")
         from kvine.cli.traps import inject as inject_faults
 
         inject_faults(model, inject, json)

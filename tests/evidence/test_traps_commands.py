@@ -66,6 +66,13 @@ def test_a_wrong_name_ends_with_1(folder: Path) -> None:
     assert "position-stuck-at-1" in result.stdout and "0 of 1 faults were caught and named" in result.stdout
 
 
+@pytest.mark.parametrize("option", [("--quick",), ("--prompt", "Hello"), ("--seed", "1"), ("--only", "cells")])
+def test_options_that_an_injection_does_not_read_are_refused(option: tuple[str, ...]) -> None:
+    result = run("verify", "--inject", NAME, *option)
+    assert result.exit_code == 2 and "--inject reads texts of its own" in result.stderr
+
+
+
 def test_an_unknown_name_ends_with_2_before_a_model_is_looked_for(tmp_path: Path) -> None:
     result = run("verify", "-m", tmp_path / "nothing", "--inject", "no-such-trap")
     assert result.exit_code == 2 and "There is no trap named 'no-such-trap'" in result.stderr
