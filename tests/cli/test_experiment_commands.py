@@ -139,6 +139,16 @@ def test_a_users_mistake_is_a_sentence(experiment, options: tuple[str, ...], sai
     assert ended.code == 2 and ended.out == "" and said in ended.err.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--edge", 0), ("--edge", -3), ("--edge", 10**12), ("--window", 0), ("--turns", -1), ("--turns", 100_000)],
+)
+def test_what_no_window_can_be_is_refused_before_a_model_is_looked_for(kvine, option: str, value: int) -> None:
+    ended = kvine("experiment", "window", "-m", "./nowhere", option, value)
+    assert ended.code == 2 and ended.out == ""
+    assert ended.err.startswith(f"Error: {option} is {value:,}, ") and ended.err.count("\n") == 1
+
+
 def test_ctrl_c_ends_an_experiment_with_130_and_leaves_no_plot(experiment, tmp_path: Path) -> None:
     with patch("kvine.evidence.experiments.walls.time_step", side_effect=KeyboardInterrupt):
         ended = experiment(*WALLS, "--plot", tmp_path / "plot.svg")

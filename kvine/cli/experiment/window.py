@@ -7,7 +7,7 @@ import typer
 
 from kvine.cli.experiment.options import Json, PlotFile, open_for_experiment
 from kvine.cli.options import ModelOptions, spread_options
-from kvine.cli.terminal import show_output, write_json
+from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,10 +29,12 @@ def window(
 
     Four facts, told in the system message. docs/experiments.md says how to read it.
     """
-    llm = open_for_experiment(model, plot)
     from kvine.cli.evidence_progress import EvidenceProgress
-    from kvine.evidence.experiments.window import run_window_experiment
 
+    with ended_by_interrupt():
+        from kvine.evidence.experiments.window import check_request, run_window_experiment
+    check_request(window, turns, edge)
+    llm = open_for_experiment(model, plot)
     with EvidenceProgress("texts") as progress:
         outcome = run_window_experiment(llm, window=window, turns=turns, edge_window=edge, progress=progress)
     if plot is not None:

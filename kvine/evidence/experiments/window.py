@@ -24,6 +24,8 @@ from kvine.llm import LLM
 SINKS = 4  # as many as StreamingLLM keeps (arXiv:2309.17453)
 STEP_TOKENS = 128  # whose logits are held at once
 TEXTBOOK_WINDOW = 4096
+MOST_EDGE_WINDOW = 1_000_000  # whose keys are held as an array
+MOST_TURNS = 10_000  # several hundred thousand tokens
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,10 @@ def run_window_experiment(
         progress: told of every text.
 
     Raises:
-        RequestError: where the fact would still lie in the window, or the question would not.
+        RequestError: for a number out of range, or where the fact would still lie in the window.
         ContextLengthError: if the conversation does not fit the model's context.
     """
+    check_request(window, turns, edge_window)
     texts = [scene_text(llm.tokenizer, scene, turns) for scene in scenes]
     longest = max(len(text.prompt) + len(text.answer) for text in texts)
     context = llm.model.config.max_context
@@ -143,6 +146,18 @@ def run_window_experiment(
         (*edges(edge_window, 0, llm.cache_config.block_size), *edges(edge_window, SINKS, llm.cache_config.block_size)),
         first_key_seen(stepped(llm, CacheConfig(window=window)), texts[0].prompt),
     )
+
+
+def check_request(window: int, turns: int, edge_window: int) -> None:
+    """Says what can be said before a model is loaded. Raises RequestError, naming the command's option."""
+    for option, value, least, most in (
+        ("--window", window, 1, None),
+        ("--turns", turns, 0, MOST_TURNS),
+        ("--edge", edge_window, 1, MOST_EDGE_WINDOW),
+    ):
+        if value < least or (most is not None and value > most):
+            allowed = f"{least} or more" if most is None else f"{least} to {most:,}"
+            raise RequestError(f"{option} is {value:,}, which is out of range: give {allowed}.")
 
 
 def stepped(llm: LLM, config: CacheConfig) -> SteppedCache:
