@@ -1,5 +1,6 @@
 """`kvine traps`: the classic mistakes with their symptoms, and an examination of this engine for them."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,9 +9,12 @@ from kvine.cli.options import ModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from kvine.evidence.traps.catalogue import Trap
     from kvine.evidence.traps.examine import Finding
     from kvine.evidence.traps.inject import Report
+    from kvine.evidence.traps.places import Kind
     from kvine.evidence.traps.samples import Sample
 
 FAULT = 1
@@ -19,7 +23,10 @@ FAULT = 1
 @spread_options
 def traps(
     model: ModelOptions,
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One trap; all of them by default.")] = "all",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="[NAME]", help="One trap, or a kind that --examine has named; all traps by default."),
+    ] = "all",
     examine: Annotated[
         bool, typer.Option("--examine", help="Examine this engine for faults, and name what is found.")
     ] = False,
@@ -34,15 +41,23 @@ def traps(
         _examine(model, json)
         return
     with ended_by_interrupt():
-        from kvine.evidence.traps.catalogue import find_traps
+        from kvine.evidence.traps.catalogue import TRAPS, find_traps
+        from kvine.evidence.traps.kinds import KINDS
+        from kvine.evidence.traps.places import kind_named
         from kvine.evidence.traps.samples import load_samples
-    chosen, samples = find_traps(name), load_samples()
+    chosen = [] if name in KINDS and name not in TRAPS else find_traps(name)
+    kinds = [kind_named(kind) for kind in (KINDS if name == "all" else [name])]
+    samples = load_samples()
     if json:
-        write_json({"traps": [_trap_json(trap, samples[trap.name]) for trap in chosen]})
+        taught = [_trap_json(trap, samples[trap.name]) for trap in chosen]
+        write_json({"traps": taught, "kinds": [asdict(kind) for kind in kinds]})
     elif name == "all":
         _show_list(chosen)
+    elif chosen:
+        _show_trap(chosen[0], samples[name])
+        show_output(*_where(kinds[0]))
     else:
-        _show_trap(chosen[0], samples[chosen[0].name])
+        _show_kind(kinds[0])
 
 
 def inject(model: ModelOptions, name: str, json: bool) -> None:
@@ -87,12 +102,14 @@ def _examine(model: ModelOptions, json: bool) -> None:
 
     lab = _lab(model)
     from kvine.evidence.traps.examine import examine
+    from kvine.evidence.traps.places import kind_named
     from kvine.evidence.traps.seams import healthy
 
     with EvidenceProgress(unit="probes") as progress:
         finding = examine(lab, healthy, progress=progress)
     if json:
-        write_json({"ok": not finding.caught, **_finding_json(finding)})
+        kind = None if finding.named_as is None else kind_named(finding.named_as)
+        write_json({"ok": not finding.caught, **_finding_json(finding), "kind": None if kind is None else asdict(kind)})
     else:
         _show_finding(finding)
     if finding.caught:
@@ -160,32 +177,52 @@ def _show_trap(trap: "Trap", sample: "Sample") -> None:
     show_output(
         Text(trap.name, style="bold"),
         Text(trap.symptom),
-        Panel(Syntax(trap.wrong, "python"), title="wrong", border_style="red"),
+        Panel(Syntax(trap.wrong, "python", word_wrap=True), title="wrong", border_style="red"),
         Text(f"{sample.model}, {sample.what}"),
         Panel(Text(sample.prompt), title="prompt", border_style="dim"),
         Panel(Text(sample.healthy), title="healthy", border_style="green"),
         Panel(Text(sample.broken), title="broken", border_style="red"),
         Text(f"Find it: kvine verify --inject {trap.name} builds it in and examines the engine; in your own code,"),
         Text("kvine traps --examine finds it."),
-        Panel(Syntax(trap.right, "python"), title=f"right, {trap.file}", border_style="green"),
+        Panel(Syntax(trap.right, "python", word_wrap=True), title=f"right, {trap.file}", border_style="green"),
     )
 
 
 def _show_finding(finding: "Finding") -> None:
     from rich.text import Text
 
-    from kvine.evidence.traps.kinds import KINDS
+    from kvine.evidence.traps.places import kind_named
 
-    if not finding.caught:
+    if finding.named_as is None:
         show_output(Text("No fault: all that was tried came out as the textbook has it.", style="green"))
         return
     where = "" if finding.layer is None else f", layer {finding.layer}"
     where += "" if finding.position is None else f", position {finding.position}"
+    kind = kind_named(finding.named_as)
     show_output(
         Text(f"A fault, first seen in the probe {finding.probe!r}{where}.", style="bold red"),
-        Text(f"It looks like {finding.named_as}: {KINDS[finding.named_as or '']}."),
+        Text(f"It looks like {finding.named_as}: {kind.meaning}."),
         Text(f"Seen: {finding.evidence}."),
+        *_where(kind),
     )
+
+
+def _show_kind(kind: "Kind") -> None:
+    from rich.text import Text
+
+    near = " and ".join(f"kvine traps {name}" for name in kind.traps)
+    show_output(
+        Text(kind.name, style="bold"),
+        Text(f"A kind of fault that `kvine traps --examine` names: {kind.meaning}."),
+        Text(f"No trap builds in just this. The nearest: {near}." if near else "No trap builds in this, or the like."),
+        *_where(kind),
+    )
+
+
+def _where(kind: "Kind") -> list["Text"]:
+    from rich.text import Text
+
+    return [Text("Where to look, the likeliest first:"), *(Text(f"  {place}") for place in kind.places)]
 
 
 def _show_report(report: "Report") -> None:

@@ -72,10 +72,14 @@ def test_options_that_an_injection_does_not_read_are_refused(option: tuple[str, 
     assert result.exit_code == 2 and "--inject reads texts of its own" in result.stderr
 
 
-
 def test_an_unknown_name_ends_with_2_before_a_model_is_looked_for(tmp_path: Path) -> None:
     result = run("verify", "-m", tmp_path / "nothing", "--inject", "no-such-trap")
     assert result.exit_code == 2 and "There is no trap named 'no-such-trap'" in result.stderr
+
+
+def test_a_kind_that_no_trap_builds_in_is_not_injected(tmp_path: Path) -> None:
+    result = run("verify", "-m", tmp_path / "nothing", "--inject", "values-misaligned")
+    assert result.exit_code == 2 and "`kvine traps values-misaligned` says where to look" in result.stderr
 
 
 def test_the_engine_as_it_is_passes(folder: Path) -> None:
@@ -90,5 +94,7 @@ def test_a_fault_in_the_engine_is_named(folder: Path) -> None:
         machine = run("traps", "--examine", "-m", folder, "--json")
     assert result.exit_code == machine.exit_code == 1
     assert "It looks like kv-heads-tiled" in result.stdout and "layer 0" in result.stdout
+    assert "Where to look, the likeliest first:\n  kvine/attention/sdpa.py: _fused, _by_hand" in result.stdout
     report = json.loads(machine.stdout)
     assert (report["ok"], report["named_as"], report["layer"]) == (False, "kv-heads-tiled", 0)
+    assert report["kind"]["places"][0] == {"file": "kvine/attention/sdpa.py", "functions": ["_fused", "_by_hand"]}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -10,7 +11,9 @@ from typer.testing import CliRunner, Result
 from kvine.cli.app import Commands
 from kvine.cli.traps import traps
 from kvine.evidence.traps.catalogue import TRAPS
+from kvine.evidence.traps.kinds import KINDS
 from kvine.evidence.traps.page import FILE, render
+from kvine.evidence.traps.places import kind_named
 from kvine.evidence.traps.samples import load_samples
 from kvine.evidence.traps.stories import STORIES
 
@@ -63,6 +66,30 @@ def test_one_trap_is_shown_with_wrong_and_right_code() -> None:
     shown = run("kv-heads-tiled")
     assert shown.exit_code == 0
     assert "x.repeat(" in shown.stdout and "repeat_interleave" in shown.stdout and "healthy" in shown.stdout
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_no_code_is_cropped_at_80_columns(name: str) -> None:
+    with patch("kvine.cli.terminal.PIPED_WIDTH", 80):
+        shown = run(name).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    printed = "".join("".join(line.strip("│").split()) for line in shown)
+    for line in (*TRAPS[name].wrong.splitlines(), *TRAPS[name].right.splitlines()):
+        assert "".join(line.split()) in printed, line
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_that_an_examination_names_is_explained(name: str) -> None:
+    shown = run(name)
+    assert shown.exit_code == 0, shown.stderr
+    assert "Where to look" in shown.stdout and all(str(place) in shown.stdout for place in kind_named(name).places)
+    (kind,) = json.loads(run(name, "--json").stdout)["kinds"]
+    assert kind["name"] == name and kind["meaning"] == KINDS[name] and kind["places"]
+
+
+def test_a_misspelt_name_gets_the_nearest() -> None:
+    assert "Did you mean values-misaligned?" in run("value-misaligned").stderr
+    assert "Did you mean kv-heads-tiled?" in run("kv-head-tiled").stderr
 
 
 def test_a_name_that_there_is_not_is_a_users_mistake() -> None:

@@ -3,6 +3,7 @@
 The wrong code is shown from the parts themselves, the right code from the engine's own files; tests hold both to it.
 """
 
+import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from kvine.engine.engine import EngineParts
 from kvine.errors import ConfigError
 from kvine.evidence.traps import attention_faults as attention
 from kvine.evidence.traps import cache_faults as cache
+from kvine.evidence.traps.kinds import KINDS
 from kvine.evidence.traps.seams import (
     Fault,
     with_backend,
@@ -55,9 +57,13 @@ def find_traps(name: str) -> list[Trap]:
     """The trap called `name`, or `all` of them. Raises ConfigError for a name that there is not."""
     if name == "all":
         return list(TRAPS.values())
-    if name not in TRAPS:
-        raise ConfigError(f"There is no trap named {name!r}: `kvine traps` lists them, and `all` takes every one.")
-    return [TRAPS[name]]
+    if name in TRAPS:
+        return [TRAPS[name]]
+    if name in KINDS:
+        raise ConfigError(f"{name} is a kind of fault that no trap builds in: `kvine traps {name}` says where to look.")
+    near = difflib.get_close_matches(name, [*TRAPS, *KINDS], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"There is no trap named {name!r}.{hint} `kvine traps` lists them, and `all` takes every one.")
 
 
 def _source(part: Callable[..., object]) -> str:

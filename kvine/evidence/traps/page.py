@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kvine.evidence.traps.catalogue import TRAPS, Trap
 from kvine.evidence.traps.kinds import KINDS
+from kvine.evidence.traps.places import kind_named
 from kvine.evidence.traps.samples import Sample, load_samples
 
 FILE = Path(__file__).parents[3] / "docs" / "traps.md"
@@ -13,7 +14,8 @@ HEAD = """# Traps
 <!-- Written by `python -m kvine.evidence.traps.page`: change that, the catalogue or the samples. -->
 
 The classic mistakes of a KV cache. Each is built into a test engine by one wrong part, handed to `build_engine`; the
-engine that you use has no switch for any of them. `kvine traps` lists them, `kvine traps NAME` shows one as below.
+engine that you use has no switch for any of them. `kvine traps` lists them, `kvine traps NAME` shows one as
+below, or where to look for a kind of fault that the examination has named.
 
 <!-- not run: minutes -->
 ```console
@@ -22,9 +24,10 @@ $ kvine traps --examine         # examines the engine as it is, your changes inc
 ```
 
 Both take minutes on the default model. Exit code 0: all faults were caught and named for what they are, or nothing was
-found. 1: one was not, or a fault was found. `--json` prints one object: `ok`; `faults[{name, caught, named_as, layer,
-position, probe, evidence}]`; `healthy`, what was found in the engine without a fault; and `unsuitable`, faults that the
-model cannot have, such as tiled heads where heads are not shared.
+found. 1: one was not, or a fault was found. `verify --inject --json` prints one object: `ok`; `faults[{name, caught,
+named_as, layer, position, probe, evidence}]`; `healthy`, what was found in the engine without a fault; and `unsuitable`,
+faults that the model cannot have, such as tiled heads where heads are not shared. `traps --examine --json` prints `ok`, the
+same fields of what was found, and `kind{name, meaning, traps, places[{file, functions}]}`, null if nothing was.
 
 ## How a fault is named
 
@@ -68,15 +71,15 @@ that are outside the cache, such as the norm or the sampler. `kvine verify` comp
 
 ## Names
 
-| looks like | what that is |
-|---|---|
+| looks like | what that is | where to look, the likeliest first |
+|---|---|---|
 """
 
 
 def render() -> str:
     """The page."""
     samples = load_samples()
-    rows = [f"| `{kind}` | {what} |" for kind, what in KINDS.items()]
+    rows = [f"| `{kind}` | {what} | {_places(kind)} |" for kind, what in KINDS.items()]
     sections = [_section(trap, samples[trap.name]) for trap in TRAPS.values()]
     return "\n\n".join([HEAD + "\n".join(rows), *sections]) + "\n"
 
@@ -94,6 +97,10 @@ def _section(trap: Trap, sample: Sample) -> str:
             _fenced("py", trap.right),
         )
     )
+
+
+def _places(kind: str) -> str:
+    return "; ".join(f"`{place.file}`: {', '.join(place.functions)}" for place in kind_named(kind).places)
 
 
 def _fenced(language: str, text: str) -> str:
