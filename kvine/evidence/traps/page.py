@@ -14,8 +14,8 @@ HEAD = """# Traps
 <!-- Written by `python -m kvine.evidence.traps.page`: change that, the catalogue or the samples. -->
 
 The classic mistakes of a KV cache. Each is built into a test engine by one wrong part, handed to `build_engine`; the
-engine that you use has no switch for any of them. `kvine traps` lists them, `kvine traps NAME` shows one as
-below, or where to look for a kind of fault that the examination has named.
+engine that you use has no switch for any of them. `kvine traps` lists them, `kvine traps NAME` shows one as below,
+or says where to look for a kind of fault that the examination has named.
 
 <!-- not run: minutes -->
 ```console
@@ -25,9 +25,10 @@ $ kvine traps --examine         # examines the engine as it is, your changes inc
 
 Both take minutes on the default model. Exit code 0: all faults were caught and named for what they are, or nothing was
 found. 1: one was not, or a fault was found. `verify --inject --json` prints one object: `ok`; `faults[{name, caught,
-named_as, layer, position, probe, evidence}]`; `healthy`, what was found in the engine without a fault; and `unsuitable`,
-faults that the model cannot have, such as tiled heads where heads are not shared. `traps --examine --json` prints `ok`, the
-same fields of what was found, and `kind{name, meaning, traps, places[{file, functions}]}`, null if nothing was.
+named_as, layer, position, probe, evidence}]`; `healthy`, what was found in the engine without a fault; and
+`unsuitable`, faults that the model cannot have, such as tiled heads where heads are not shared. `traps --examine
+--json` prints `ok`, the same fields of what was found, and `kind{name, meaning, traps, places[{file, functions}]}`, null
+if nothing was.
 
 ## How a fault is named
 
