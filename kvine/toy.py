@@ -119,11 +119,11 @@ class ToyAttention:
         return page(table(self.heading(), columns, rows), self.sum_line())
 
 
-def attend(position: int = 3, *, q_scale: float = 1.0, mask: bool = True) -> ToyAttention:
+def attend(position: int = 2, *, q_scale: float = 1.0, mask: bool = True) -> ToyAttention:
     """Attention of one of the four positions over all of them.
 
     Args:
-        position: 0 to 3.
+        position: 0 to 3; of 2, the default, the mask hides one key, and of 3 none.
         q_scale: factor on the query: 0 makes all that are seen equal, a large one picks the best match alone.
         mask: whether the positions after `position` are hidden.
 

@@ -50,9 +50,15 @@ def explain(
     top: Annotated[int, typer.Option(help="Likely next tokens to list.")] = 10,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     toy: Annotated[bool, typer.Option("--toy", help="Four vectors of two numbers instead of a model.")] = False,
-    position: Annotated[int | None, _toy_option("Whose query it is, 0 to 3.")] = None,
-    q_scale: Annotated[float | None, _toy_option("Factor on the query.")] = None,
-    mask: Annotated[Switch | None, _toy_option("Whether later positions are hidden.")] = None,
+    position: Annotated[int | None, _toy_option("Whose query it is, 0 to 3; 2 by default.")] = None,
+    q_scale: Annotated[
+        float | None,
+        _toy_option(
+            "Factor on the query, for trying softmax: 0 weighs all that it sees alike, a large one leaves the best "
+            "match alone, a negative one turns the order round; 1 by default."
+        ),
+    ] = None,
+    mask: Annotated[Switch | None, _toy_option("Whether later positions are hidden; on by default.")] = None,
 ) -> None:
     """Follow a prompt through the cache: attention, likely next tokens, what each step computes and what it reads.
 

@@ -138,6 +138,11 @@ def test_the_toy(kvine: Kvine):
     assert kvine("explain", "--toy", "--mask", "maybe").code == 2
 
 
+def test_the_toy_shows_at_once_what_a_mask_hides(kvine: Kvine):
+    assert kvine("explain", "--toy").out == kvine("explain", "--toy", "--position", 2).out
+    assert kvine("explain", "--toy", "--json").json["masked"].count(None) == 1
+
+
 def test_the_toy_does_not_wait_for_torch():
     code = "import sys; sys.argv[1:] = ['explain', '--toy']; from kvine.cli.app import app; app(standalone_mode=False)"
     code += "; sys.exit('torch' in sys.modules)"
