@@ -27,8 +27,8 @@ Both take minutes on the default model. Exit code 0: all faults were caught and 
 found. 1: one was not, or a fault was found. `verify --inject --json` prints one object: `ok`; `faults[{name, caught,
 named_as, layer, position, probe, evidence}]`; `healthy`, what was found in the engine without a fault; and
 `unsuitable`, faults that the model cannot have, such as tiled heads where heads are not shared. `traps --examine
---json` prints `ok`, the same fields of what was found, and `kind{name, meaning, traps, places[{file, functions}]}`, null
-if nothing was.
+--json` prints `ok`, the same fields of what was found, and `kind{name, meaning, traps, places[{file, functions}]}`,
+null if nothing was.
 
 ## How a fault is named
 
