@@ -6,6 +6,7 @@ from typing import Literal
 from kvine.errors import ModelLoadError
 from kvine.rope_scaling import RopeConfig
 
+MOST_LAYERS = 100_000  # far more than any model has; a config that asks for more is not believed
 Activation = Literal["silu", "gelu_tanh"]
 
 

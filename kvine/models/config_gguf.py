@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvine.errors import ModelLoadError
-from kvine.models.config import LayerConfig, ModelConfig
+from kvine.models.config import MOST_LAYERS, LayerConfig, ModelConfig
 from kvine.models.config_hf import max_context
 from kvine.models.fields import Fields
 from kvine.rope_scaling import RopeConfig, RopeKind
@@ -42,7 +42,7 @@ def config_from_gguf(
     is_gemma = arch == "gemma3"
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = _head_dim(fields, hidden_size, num_heads)
-    num_layers = fields.integer("block_count")
+    num_layers = fields.integer("block_count", maximum=MOST_LAYERS)
     layers = _layers(fields, is_gemma, num_layers, head_dim, rope_divisors)
     scale_dim = hidden_size // num_heads if is_gemma and num_layers == _GEMMA_27B_LAYERS else head_dim
     bos = general.token_ids("tokenizer.ggml.bos_token_id")

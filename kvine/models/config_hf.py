@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
+from kvine.config import MOST_TOKENS
 from kvine.errors import ModelLoadError
-from kvine.models.config import Activation, LayerConfig, ModelConfig
+from kvine.models.config import MOST_LAYERS, Activation, LayerConfig, ModelConfig
 from kvine.models.fields import Fields
 from kvine.rope_scaling import ROPE_KINDS, RopeConfig, RopeKind
 
@@ -130,8 +131,8 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: in
 
 def max_context(trained: int, layers: tuple[LayerConfig, ...]) -> int:
     """The longest sequence in tokens: the trained context, or what yarn extends the original one to."""
-    extended = [int(layer.rope.original_context * layer.rope.factor) for layer in layers if layer.rope.kind == "yarn"]
-    return max(trained, *extended) if extended else trained
+    extended = [layer.rope.original_context * layer.rope.factor for layer in layers if layer.rope.kind == "yarn"]
+    return int(min(MOST_TOKENS, max(trained, *extended))) if extended else trained
 
 
 def _layers(fields: Fields, architecture: str, head_dim: int) -> tuple[LayerConfig, ...]:
@@ -152,7 +153,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
 
 
 def _layer_types(fields: Fields, architecture: str) -> list[LayerType]:
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
     if architecture == "LlamaForCausalLM":
         return ["full_attention"] * num_layers
     if architecture == "MistralForCausalLM":  # one window, all layers; transformers ignores layer_types here too

@@ -1,10 +1,11 @@
 """Typed reading of a checkpoint's config: each complaint names the file and the key."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvine.config import MOST_TOKENS
 from kvine.errors import ModelLoadError
 
 
@@ -36,19 +37,21 @@ class Fields:
             raise self.error(key, f"must be a mapping, not {_show(value)}")
         return Fields(value, self.file, f"{self.prefix}{key}.")
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MOST_TOKENS) -> int:
+        """A whole number from `minimum` to `maximum`: no size or count of a real model comes near the default."""
         value = self._present(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(key, f"must be a whole number of at least {minimum}, not {_show(value)}")
+        if value > maximum:
+            raise self.error(key, f"must be a whole number of at most {maximum}, not {_show(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.error(key, f"must be a positive number, not {_show(value)}")
         return float(value)
 
@@ -77,6 +80,8 @@ class Fields:
             raise self.error(key, f"must be a list of numbers, not {_show(value)}")
         if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
             raise self.error(key, "must be a list of numbers")
+        if any(abs(item) > sys.float_info.max for item in value):
+            raise self.error(key, "has a number that is too large")
         return tuple(float(item) for item in value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:

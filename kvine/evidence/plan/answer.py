@@ -38,8 +38,8 @@ class Fits:
     Attributes:
         memory: its bytes, and where the figure comes from.
         needed_bytes: of the plan: weights, the most K and V that its requests hold at once, workspace.
-        max_context: most tokens of each of the planned number of requests; None where a window bounds every layer, so
-            that there is no most.
+        max_context: most tokens of each of the planned number of requests; None where a window bounds every layer and
+            any length fits. Without one it is at most 2³¹ − 1, the longest text that Kvine counts.
         max_batch: most requests of the planned context.
     """
 

@@ -1,11 +1,12 @@
 """What one request costs: tokens computed, tokens taken from the cache, tokens generated, each at its price."""
 
-import math
 from dataclasses import dataclass
 
 from kvine.config import MOST_TOKENS
 from kvine.errors import ConfigError
 from kvine.evidence.plan.answer import Plan
+
+MOST_PRICE = 1e15  # of a million tokens: with it no sum of a request leaves the range of numbers
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,10 @@ class Prices:
 
     def __post_init__(self) -> None:
         for name, price in vars(self).items():
-            if not math.isfinite(price) or price < 0:
-                raise ConfigError(f"The price of {name} tokens is {price!r}: give a number of at least 0.")
+            if not 0 <= price <= MOST_PRICE:
+                raise ConfigError(
+                    f"The price of {name} tokens is {price!r}: give a number of at least 0 and at most {MOST_PRICE:g}."
+                )
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@ Only what is written there is believed: a key that is missing, or one that says 
 than by token, KV head and layer, is refused with its name.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvine.cache.spec import ITEM_BYTES
+from kvine.evidence.plan.packing import Packing, packing_of
 from kvine.evidence.plan.subject import PlannedLayer, Subject
 from kvine.evidence.plan.weights import Weights
+from kvine.models.config import MOST_LAYERS
 from kvine.models.fields import Fields
 
-MXFP4_BITS = 4.25  # 4-bit floats in groups of 32 that share an 8-bit exponent (OCP Microscaling Formats 1.0)
 _ELSEWHERE: Mapping[str, str] = {
     "kv_lora_rank": "keeps one compressed latent a token instead of K and V",
     "num_kv_shared_layers": "has layers that keep no K and V of their own",
@@ -83,9 +85,7 @@ def foreign_subject(
     Raises:
         ModelLoadError: naming file and key, for what is missing or cannot be planned.
     """
-    fields = Fields(values, file)
-    text = fields.nested("text_config")
-    fields = text if text is not None else fields
+    fields = _text_fields(Fields(values, file))
     for key, what in _ELSEWHERE.items():
         if fields.get(key) not in (None, 0, False, []):
             raise fields.error(key, f"says that this model {what}, which Kvine cannot plan")
@@ -96,21 +96,21 @@ def foreign_subject(
     if fields.get("head_dim") is None and hidden % heads:
         raise fields.error("num_attention_heads", f"({heads}) does not divide hidden_size ({hidden})")
     kv_heads = fields.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"({kv_heads}) does not divide num_attention_heads ({heads})")
     layers = tuple(map(PlannedLayer, _windows(fields, family)))
     head_dim = fields.integer("head_dim", hidden // heads)
-    bits = {"auto": _packed_bits(fields)}.get(dtype) or ITEM_BYTES[compute] * 8
-
-    def count(num_kv_heads: int) -> Weights:
-        assert family is not None
-        return _count(fields, family, heads, num_kv_heads, head_dim, len(layers), bits, ITEM_BYTES[compute])
-
-    weights = None
-    if params is not None:
-        weights = Weights(params * ITEM_BYTES[compute], params, f"{params:,} parameters in {compute}")
-    elif family is not None:
-        weights = count(kv_heads)
-    if stored_bytes is not None and dtype == "auto" and params is None:
+    packing = packing_of(fields) if dtype == "auto" else None
+    stored_bytes = stored_bytes if dtype == "auto" and params is None else None
+    count = None
+    if family is not None and params is None:
+        count = partial(_count, fields, family, packing, ITEM_BYTES[compute], heads, head_dim, len(layers))
+    weights = _by_number(params, packing, compute) if params is not None else count(kv_heads) if count else None
+    notes: tuple[str, ...] = ()
+    if stored_bytes is not None:
         weights = _as_stored(weights, stored_bytes)
+    elif packing is not None and weights is not None:
+        notes = packing.assumptions(compute, of_all=params is not None)
     return Subject(
         name=name,
         architecture=kind,
@@ -122,8 +122,21 @@ def foreign_subject(
         num_heads=heads,
         max_context=fields.integer("max_position_embeddings"),
         not_run=reason,
-        recount=count if family is not None and params is None else None,
+        notes=notes,
+        recount=None if count is None else partial(_recount, count, kv_heads, stored_bytes),
     )
+
+
+def _text_fields(fields: Fields) -> Fields:
+    """The part that describes the decoder, with what may stand outside of it and is not said inside."""
+    text = fields.nested("text_config")
+    if text is None:
+        return fields
+    values = dict(text.values)
+    for same in (("quantization_config",), ("torch_dtype", "dtype"), ("tie_word_embeddings",)):
+        if all(values.get(key) is None for key in same):
+            values |= {key: fields.get(key) for key in same}
+    return Fields(values, text.file, text.prefix)
 
 
 def _dtype(fields: Fields, asked: str) -> str:
@@ -137,13 +150,8 @@ def _dtype(fields: Fields, asked: str) -> str:
     return known[named]
 
 
-def _packed_bits(fields: Fields) -> float | None:
-    packing = fields.nested("quantization_config")
-    return MXFP4_BITS if packing is not None and packing.get("quant_method") == "mxfp4" else None
-
-
 def _windows(fields: Fields, family: _Family | None) -> list[int | None]:
-    number = fields.integer("num_hidden_layers")
+    number = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
     window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
     named = fields.get("layer_types")
     if named is not None:
@@ -162,34 +170,52 @@ def _windows(fields: Fields, family: _Family | None) -> list[int | None]:
 
 
 def _count(
-    fields: Fields, family: _Family, heads: int, kv_heads: int, head_dim: int, layers: int, bits: float, item: int
+    fields: Fields,
+    family: _Family,
+    packing: Packing | None,
+    item: int,
+    heads: int,
+    head_dim: int,
+    layers: int,
+    kv_heads: int,
 ) -> Weights:
-    """Every parameter of a model of a known family; its experts' matrices take `bits` each, all others `item` bytes."""
+    """Every parameter of a model of a known family; those that are not packed take `item` bytes each."""
     hidden, vocab = fields.integer("hidden_size"), fields.integer("vocab_size")
     q, kv = heads * head_dim, kv_heads * head_dim
-    layer = 2 * hidden * q + 2 * hidden * kv + family.norms * hidden
+    matrices = 2 * hidden * q + 2 * hidden * kv
+    layer = family.norms * hidden
     layer += 2 * head_dim * family.head_norms + heads * family.sink_logits
     if family.attention_bias or (fields.get("model_type") == "qwen2"):
         layer += q + 2 * kv + hidden * family.attention_bias
     num_experts = experts_per_token = 1
     experts = 0
     if family.experts is None:
-        layer += 3 * hidden * fields.integer("intermediate_size")
+        matrices += 3 * hidden * fields.integer("intermediate_size")
     else:
         size, num_experts = fields.integer(family.expert_size), fields.integer(family.experts)
         experts_per_token = fields.integer("num_experts_per_tok")
+        if experts_per_token > num_experts:
+            raise fields.error("num_experts_per_tok", f"is {experts_per_token}, of {num_experts} experts")
         experts = 3 * hidden * size * num_experts * layers
         layer += hidden * num_experts  # the router
         if family.expert_bias:
             layer += num_experts + num_experts * (2 * size + hidden)
     tied = fields.flag("tie_word_embeddings", default=family.tied)
+    matrices *= layers
     dense = layer * layers + hidden + vocab * hidden * (1 if tied else 2)
-    expert_bytes = int(experts * bits) // 8
-    source = f"{dense + experts:,} parameters counted from the config"
+    full = 8 * item
+    expert_bits = full if packing is None or packing.bits is None else packing.bits
+    matrix_bits = full if packing is None or packing.experts_only else expert_bits
+    expert_bytes = int(experts * expert_bits) // 8
+    source = f"{dense + matrices + experts:,} parameters counted from the config"
+    if matrix_bits != full:
+        source += f", {matrices + experts:,} of them at {matrix_bits:g} bits"
+    elif experts:
+        source += f", {experts:,} of them in experts at {expert_bits:g} bits"
     return Weights(
-        dense * item + expert_bytes,
-        dense + experts,
-        source + (f", {experts:,} of them in experts at {bits:g} bits" if experts else ""),
+        dense * item + int(matrices * matrix_bits) // 8 + expert_bytes,
+        dense + matrices + experts,
+        source,
         lookup_bytes=0 if tied else vocab * hidden * item,
         row_bytes=0 if tied else hidden * item,
         expert_bytes=expert_bytes,
@@ -198,17 +224,22 @@ def _count(
     )
 
 
+def _by_number(params: int, packing: Packing | None, dtype: str) -> Weights:
+    if packing is None or packing.bits is None:
+        return Weights(params * ITEM_BYTES[dtype], params, f"{params:,} parameters in {dtype}")
+    return Weights(max(1, int(params * packing.bits) // 8), params, f"{params:,} parameters in {packing.bits:g} bits")
+
+
 def _as_stored(counted: Weights | None, stored_bytes: int) -> Weights:
+    source = "what the checkpoint stores"
     if counted is None:
-        return Weights(stored_bytes, None, "what the checkpoint stores", stored_bytes=stored_bytes)
-    return Weights(
-        stored_bytes,
-        counted.parameters,
-        "what the checkpoint stores",
-        stored_bytes=stored_bytes,
-        lookup_bytes=counted.lookup_bytes,
-        row_bytes=counted.row_bytes,
-        expert_bytes=counted.expert_bytes,
-        num_experts=counted.num_experts,
-        experts_per_token=counted.experts_per_token,
-    )
+        return Weights(stored_bytes, None, source, stored_bytes=stored_bytes)
+    return replace(counted.scaled(stored_bytes, source), stored_bytes=stored_bytes)
+
+
+def _recount(count: Callable[[int], Weights], own: int, stored_bytes: int | None, num_kv_heads: int) -> Weights:
+    """The weights with another number of KV heads; where all are known by what is stored, in the same proportion."""
+    counted = count(num_kv_heads)
+    if stored_bytes is None:
+        return counted
+    return counted.scaled(max(1, stored_bytes * counted.nbytes // count(own).nbytes), counted.source)

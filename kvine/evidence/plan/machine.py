@@ -26,18 +26,23 @@ class Quantity:
 
 
 def parse_bandwidth(given: int | str) -> int:
-    """Bytes a second: a whole number of them, or a text such as `19GB/s`; in a text, a bare number means GB/s.
+    """Bytes a second: a whole number of them, or a text such as `19GB/s`; in a text, a bare number (1e3) means GB/s.
 
     Raises:
         ConfigError: for anything else.
     """
-    text = str(given).strip()
-    if isinstance(given, str) and re.fullmatch(r"\d+(\.\d+)?", text):
-        if float(text) > MOST_GIGABYTES:
-            raise ConfigError(f"No memory reads {text} GB/s: a bare bandwidth is in GB/s; write a unit, as in 19GB/s.")
-        text += "GB"
+    size = given
+    if isinstance(given, str):
+        text = given.strip()
+        size = re.sub("/s$", "", text, flags=re.IGNORECASE)
+        if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text, re.IGNORECASE):
+            if float(text) > MOST_GIGABYTES:
+                raise ConfigError(
+                    f"No memory reads {text} GB/s: a bare bandwidth is in GB/s; write a unit, as in 19GB/s."
+                )
+            size = int(float(text) * 1e9)
     try:
-        return parse_bytes(text.removesuffix("/s") if isinstance(given, str) else given)
+        return parse_bytes(size)
     except ConfigError:
         raise ConfigError(
             f"{given!r} is not a bandwidth: write a number of GB/s, or a text such as 900GiB/s."

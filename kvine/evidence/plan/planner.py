@@ -143,10 +143,11 @@ class Planner:
             return self.needed(tokens, requests) <= self.room.value
 
         longest = _last(lambda tokens: holds(tokens, batch), MOST_TOKENS)
+        bounded = all(spec.window is not None for spec in self.specs)
         return Fits(
             memory=self.room,
             needed_bytes=self.needed(context, batch),
-            max_context=None if longest == MOST_TOKENS else longest,
+            max_context=None if longest == MOST_TOKENS and bounded else longest,
             max_batch=_last(lambda requests: holds(context, requests), MOST_BATCH),
         )
 

@@ -18,8 +18,10 @@ from kvine.models.config import ModelConfig
 from kvine.models.config_gguf import config_from_gguf
 from kvine.models.config_hf import ARCHITECTURES, config_from_hf
 from kvine.models.dtypes import automatic_dtype
+from kvine.models.fields import Fields
 from kvine.models.names import check_tensors, gguf_names, hf_names
 
+MOST_BYTES = 2**62  # what a checkpoint may store, as the most that a machine may hold
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 _STORED = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16"}
 
@@ -159,8 +161,9 @@ def _stored_bytes(folder: Path) -> int | None:
     if not (folder / INDEX_FILE).is_file():
         return None
     metadata = _index(folder).get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(total) if isinstance(total, int | float) and total > 0 else None
+    if not isinstance(metadata, dict) or metadata.get("total_size") is None:
+        return None
+    return Fields(metadata, str(folder / INDEX_FILE), "metadata.").integer("total_size", maximum=MOST_BYTES)
 
 
 def _index(folder: Path) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from kvine.cache.spec import ITEM_BYTES
 from kvine.config import MOST_TOKENS
 from kvine.errors import ConfigError
 from kvine.evidence.plan.weights import Weights
-from kvine.models.config import ModelConfig
+from kvine.models.config import MOST_LAYERS, ModelConfig
 
-MOST_LAYERS = 100_000
 MOST_PARAMETERS = 10**18
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -126,12 +125,13 @@ class Figures:
             return 1, width
         if heads is None:
             assert dim is not None
-            heads = width // dim
-        if dim is None:
-            dim = width // heads
-        if heads * dim != width:
-            raise ConfigError(f"K of width {width} does not divide into {heads} KV heads of {dim}.")
-        return heads, dim
+            if width % dim:
+                raise ConfigError(f"K of width {width} does not divide into heads of {dim}.")
+            return width // dim, dim
+        if width % heads or dim not in (None, width // heads):
+            shape = f"{heads} KV head{'' if heads == 1 else 's'}" + ("" if dim is None else f" of {dim}")
+            raise ConfigError(f"K of width {width} does not divide into {shape}.")
+        return heads, width // heads
 
 
 def parse_count(text: str) -> int:
@@ -140,7 +140,8 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: for anything else.
     """
-    match = re.fullmatch(r"([\d,_]*\.?\d+(?:e\+?\d{1,2})?)\s*([kmbt]?)", text.strip().lower())
+    whole = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+|\d*"
+    match = re.fullmatch(rf"((?:{whole})(?:(?<=\d)|\.\d+)(?:e\+?\d{{1,2}})?)\s*([kmbt]?)", text.strip().lower())
     value = float(match[1].replace(",", "").replace("_", "")) * _COUNT_UNITS[match[2]] if match else 0.0
     if not 1 <= value <= MOST_PARAMETERS:
         raise ConfigError(f"{text!r} is no number of parameters: write one such as 27e9, 27B or 270M.")

@@ -84,15 +84,7 @@ def _bits(planned: Plan) -> Iterator[Variant]:
 def _in_bits(weights: Weights, bits: int) -> Weights:
     if weights.parameters is None:
         return weights
-    factor = weights.parameters * bits / 8 / weights.nbytes
-    return replace(
-        weights,
-        nbytes=weights.parameters * bits // 8,
-        source=f"{weights.parameters:,} parameters in {bits} bits",
-        lookup_bytes=round(weights.lookup_bytes * factor),
-        row_bytes=round(weights.row_bytes * factor),
-        expert_bytes=round(weights.expert_bytes * factor),
-    )
+    return weights.scaled(weights.parameters * bits // 8, f"{weights.parameters:,} parameters in {bits} bits")
 
 
 def _window(planned: Plan) -> Iterator[Variant]:

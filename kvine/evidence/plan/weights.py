@@ -3,7 +3,7 @@
 Weights are read once a step, however many requests share it; an embedding table and experts are read in part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from kvine.cache.spec import ITEM_BYTES
@@ -44,6 +44,13 @@ class Weights:
         routed = 1 - (1 - self.experts_per_token / self.num_experts) ** batch
         looked_up = min(batch * self.row_bytes, self.lookup_bytes)
         return self.nbytes - self.lookup_bytes - self.expert_bytes + looked_up + round(self.expert_bytes * routed)
+
+    def scaled(self, nbytes: int, source: str) -> "Weights":
+        """The same parameters in `nbytes`, every part in proportion; rounded down, so that parts stay within it."""
+        lookup, row, experts = (
+            part * nbytes // self.nbytes for part in (self.lookup_bytes, self.row_bytes, self.expert_bytes)
+        )
+        return replace(self, nbytes=nbytes, source=source, lookup_bytes=lookup, row_bytes=row, expert_bytes=experts)
 
 
 def weights_of(config: ModelConfig, dtype: str, stored_bytes: int | None = None) -> Weights:
