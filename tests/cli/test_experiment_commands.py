@@ -105,6 +105,15 @@ def test_meaning_for_machines_and_people(experiment) -> None:
     )
     shown = experiment(*MEANING).out
     assert "oak is 3 tokens" in shown and "█" in shown and "positions 5 and 9" in shown
+    told = " ".join(shown.split())
+    for name in ("K apart and V apart: how different", "1-cos: ", "rotated K: ", "others K and others V: "):
+        assert name in told, "each column is explained"
+
+
+def test_meaning_fits_80_columns(experiment) -> None:
+    with patch("kvine.cli.terminal.PIPED_WIDTH", 80):
+        shown = experiment(*MEANING).out.splitlines()
+    assert max(map(len, shown)) <= 80 and not any("…" in line for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from kvine.evidence.experiments.meaning import Meaning, TokenMeaning
 
 BAR_WIDTH = 9  # characters
+COLUMNS = ("\nlayer", "K\napart", "", "K\n1-cos", "V\napart", "", "V\n1-cos", "rotated\nK", "others\nK", "others\nV")
+LEGEND = (
+    "K apart and V apart: how different the token's K and V are in the two sentences, K before it is rotated; 0 is "
+    "equal, 1.41 a right angle at equal length, 2 opposite.",
+    "1-cos: the same by direction alone; 0 is the same direction, 1 a right angle.",
+    "rotated K: how different K is as the cache keeps it, rotated to the token's position.",
+    "others K and others V: how different its K and V are from another token's in the first sentence (median): a scale.",
+)
 
 
 @spread_options
@@ -59,7 +67,7 @@ def show_meaning(outcome: "Meaning") -> None:
         lines.append(
             f"{outcome.word} is {len(outcome.tokens)} tokens ({ids}); shown is the last, which alone has read them all."
         )
-    show_output(*map(Text, lines), _layer_table(outcome, last), *map(Text, _sentences(last)))
+    show_output(*map(Text, lines), _layer_table(outcome, last), *map(Text, (*LEGEND, *_sentences(last))))
 
 
 def _sentences(token: "TokenMeaning") -> list[str]:
@@ -89,12 +97,11 @@ def _layer_table(outcome: "Meaning", token: "TokenMeaning") -> "Table":
             f"{outcome.model}, {outcome.dtype} on {outcome.device}: {token.piece!r} ({token.token_id}) at positions "
             f"{token.positions[0]} and {token.positions[1]}"
         ),
-        caption="K, V: relative distance. cached: K as the cache keeps it, rotated. others: other tokens, median.",
         box=None,
         pad_edge=False,
         header_style="dim",
     )
-    for name in ("layer", "K", "", "1-cos", "V", "", "1-cos", "cached", "others K", "V"):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if not name else "right")
     most = max(max(layer.key.relative, layer.value.relative) for layer in token.layers) or 1.0
     for layer in token.layers:
