@@ -22,7 +22,7 @@ LEGEND = (
     "equal, 1.41 a right angle at equal length, 2 opposite.",
     "1-cos: the same by direction alone; 0 is the same direction, 1 a right angle.",
     "rotated K: how different K is as the cache keeps it, rotated to the token's position.",
-    "others K and others V: how different its K and V are from another token's in the first sentence (median): a scale.",
+    "others K and others V: how different its K and V are from another token's in its sentence (median): a scale.",
 )
 
 
