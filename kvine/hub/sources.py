@@ -71,10 +71,7 @@ def resolve(name: str, *, fetch: bool = True, progress: Progress | None = None) 
         raise FetchError(f"{name}: there is no such file or folder.")
     if _HUB_ID.fullmatch(name):
         return _snapshot(name) or (_pull_snapshot(name, progress) if fetch else _refuse_to_fetch(name))
-    raise FetchError(
-        f"{name!r} is no model that Kvine knows. Give an alias ({', '.join(ALIASES)}), a folder with config.json and "
-        "safetensors, a .gguf file, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct."
-    )
+    raise _unknown(name, "a folder with config.json and safetensors")
 
 
 def _existing(name: str) -> Path | None:
@@ -107,8 +104,10 @@ def find_config(name: str, *, progress: Progress | None = None) -> Path:
         return path
     if path is not None and path.suffix == ".json":
         return path
-    if path is not None or name in ALIASES or _looks_like_a_path(name) or not _HUB_ID.fullmatch(name):
+    if path is not None or name in ALIASES or _looks_like_a_path(name):
         return resolve(name, fetch=False).path
+    if not _HUB_ID.fullmatch(name):
+        raise _unknown(name, "a folder with config.json, a config.json of its own")
     found = _snapshot(name)
     return _fetch_config(name, progress or LogProgress()) if found is None else found.path
 
@@ -146,8 +145,16 @@ def _refuse_to_fetch(name: str) -> ModelSource:
     raise FetchError(f"{name} is not on this disk. Fetch it first: kvine pull {name}")
 
 
+def _unknown(name: str, local: str) -> FetchError:
+    return FetchError(
+        f"{name!r} is no model that Kvine knows. Give an alias ({', '.join(ALIASES)}), {local}, a .gguf file, or a "
+        "Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct."
+    )
+
+
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~")) or Path(name).is_absolute() or name.endswith((".gguf", ".safetensors"))
+    starts, ends = (".", "~"), (".gguf", ".json", ".safetensors")
+    return name.startswith(starts) or name.endswith(ends) or name.count("/") > 1 or Path(name).is_absolute()
 
 
 def _local(name: str, path: Path) -> ModelSource:

@@ -119,6 +119,10 @@ def test_what_a_request_costs() -> None:
         ((*FIGURES, "--plot", "plan.pdf"), "is no name for a plot"),
         (("nonsense",), "is no model that Kvine knows"),
         (("./nonsense.json",), "no such file"),
+        (("nosuch.json",), "nosuch.json: there is no such file"),
+        (("models/nosuch.json",), "models/nosuch.json: there is no such file"),
+        (("some/deep/folder",), "some/deep/folder: there is no such file"),
+        (("nosuch",), "a folder with config.json, a config.json of its own, a .gguf file"),
         ((Path(__file__),), "no model"),
     ],
 )
