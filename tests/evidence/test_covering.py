@@ -1,6 +1,7 @@
 """The covering design, by an oracle that counts all pairs itself; and the open registry."""
 
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from cell_lab import Lab
 from kvine.evidence.cells import factors as registry
 from kvine.evidence.cells.covering import cover
 from kvine.evidence.cells.factors import Factor, Level, register, registered
+from kvine.evidence.cells.setup import Prompt
 
 
 def levels(*names: str, **options: object) -> tuple[Level, ...]:
@@ -84,6 +86,16 @@ def test_the_standard_factors_are_covered_where_they_make_a_difference(tmp_path:
         if cell["history"].name == "queued" and cell["memory"].name == "ample" and cell["mates"].name != "none"
     }
     assert len(beside) == 8, "mates are in one model call with the text for each block size"
+
+
+def test_short_prompts_leave_much_impossible_and_take_no_time(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, "llama", quick=False)
+    scope = replace(lab.scope, prompts=(Prompt("two", (5, 6)),))
+    began = time.process_time()
+    design = cover(registered(scope), seed=0)
+    assert time.process_time() - began < 10, "dead ends are seen early"
+    assert design.cells and {cell["prefix"].name for cell in design.cells} == {"miss"}
+    assert any(("feeding", "chunks of 7") in refusal.levels for refusal in design.refused)
 
 
 def test_anyone_may_register_a_factor_or_further_levels(tmp_path: Path) -> None:

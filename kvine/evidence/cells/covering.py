@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kvine.evidence.cells.factors import Factor, Level, refusal, tried
 
 CANDIDATES = 12  # cells drawn for each one that is kept
+MOST_STEPS = 5000  # of a search for one cell; what is not found by then counts as impossible
 
 Pair = frozenset[tuple[str, str]]  # two (factor, level)
 Choice = Mapping[str, Level]  # by factor
@@ -93,7 +94,9 @@ class _Search:
         self._factors = {factor.name: factor for factor in factors}
         self._missing = missing
         self._chance = chance
+        self._steps_left = MOST_STEPS
         self._anyhow: set[Pair] = set()  # pairs that count wherever they meet
+        self._examples: dict[Pair, Choice] = {}  # for each missing pair a cell that holds it
 
     def strike(self, cell: Choice) -> None:
         """Counts a cell's pairs as covered."""
@@ -104,26 +107,35 @@ class _Search:
         """Takes pairs that no cell can hold out of what is missing, and returns them."""
         dropped = []
         for pair, begin in list(self._missing.items()):
-            if self._complete(begin) is None:
+            example = self._complete(begin)
+            if example is None:
                 self._anyhow.add(pair)
-                if self._complete(begin) is None:
-                    dropped.append(self._missing.pop(pair))
+                example = self._complete(begin)
+            if example is None:
+                dropped.append(self._missing.pop(pair))
+            else:
+                self._examples[pair] = example
         return dropped
 
     def best_with(self, begin: Choice) -> Choice:
         """Of some cells that hold a missing pair, the one with most of them."""
         drawn = [cell for _ in range(CANDIDATES) if (cell := self._complete(begin)) is not None]
-        return max(drawn, key=lambda cell: sum(pair in self._missing for pair in self._tried(cell)))
+        return max(
+            (*drawn, self._examples[_pair(begin)]),
+            key=lambda cell: sum(pair in self._missing for pair in self._tried(cell)),
+        )
 
     def _complete(self, begin: Choice) -> Choice | None:
         """A random cell that holds a pair which counts there; None if there is none."""
+        # In the order of registering: what others depend on, such as the prompt, comes first, and dead ends show early.
         rest = [factor for name, factor in self._factors.items() if name not in begin]
-        self._chance.shuffle(rest)
+        self._steps_left = MOST_STEPS
         return self._extend(dict(begin), rest, () if _pair(begin) in self._anyhow else tuple(begin))
 
     def _extend(self, chosen: dict[str, Level], rest: Sequence[Factor], pair: tuple[str, ...]) -> Choice | None:
         """Chooses the rest such that nothing is refused, and the levels of `pair` make a difference."""
-        if pair and not tried(self._factors, chosen, pair):
+        self._steps_left -= 1
+        if self._steps_left < 0 or (pair and not tried(self._factors, chosen, pair)):
             return None
         if not rest:
             return chosen

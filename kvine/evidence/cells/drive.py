@@ -42,12 +42,12 @@ class Computed:
 class YieldingScheduler(Scheduler):
     """A scheduler whose youngest request can be made to give way."""
 
-    def give_way(self) -> None:
-        """Preempts the youngest request, and forgets what it had computed, but ever more rarely.
+    def give_way(self, params: SamplingParams) -> None:
+        """Preempts the youngest request if it runs by these params, and forgets what it had computed.
 
-        So a text of any length that is fed in pieces of any size comes to its end.
+        It forgets ever more rarely, so that a text of any length, fed in pieces of any size, comes to its end.
         """
-        if self.running:
+        if self.running and self.running[-1].params is params:
             self._preempt(self.running[-1])
             if self.num_preemptions.bit_count() == 1:  # 1, 2, 4, 8, ...
                 self.manager.clear()
@@ -122,7 +122,7 @@ class Stage:
         try:
             for step in range(most):
                 if preempt_every is not None and step and step % preempt_every == 0:
-                    self._scheduler.give_way()
+                    self._scheduler.give_way(self._params)
                 if self._step(request):
                     return
             raise StepError(f"The request has not come to its end in {most} steps.")
