@@ -37,18 +37,19 @@ def cells_view(report: "CellsReport") -> list["RenderableType"]:
 
     table = Table(title=f"{len(report.cells)} cells in {report.seconds:.0f} s: each two options together at least once")
     table.add_column("factor")
-    table.add_column("cells of each level")
-    table.add_column("faults", justify="right")
+    table.add_column("cells of each level, and how many of them are faulty")
     by_factor: dict[str, list[LevelCount]] = {}
     for count in report.by_level():
         by_factor.setdefault(count.factor, []).append(count)
     for factor, counts in by_factor.items():
         levels = Text(" · ").join(
-            Text(f"{count.level} {count.cells}", style="bold red" if count.faults else "") for count in counts
+            Text(f"{count.level} {count.cells}")
+            + Text(f" ({count.faults} faulty)" if count.faults else "", style="bold red")
+            for count in counts
         )
-        faults = sum(count.faults for count in counts)
-        table.add_row(factor, levels, Text(str(faults), style="bold red" if faults else "green"))
+        table.add_row(factor, levels)
     lines: list[RenderableType] = [table, Text(_summary(report))]
+    lines += [Text(f"Cannot meet: {reason}", style="dim") for reason in dict.fromkeys(r.reason for r in report.refused)]
     lines += [Text(f"Not run: {_options(cell)}: {cell.reason}") for cell in report.cells if cell.verdict == "not run"]
     lines += [Text(_fault_line(cell), style="red") for cell in report.faults[:MOST_SHOWN]]
     if len(report.faults) > MOST_SHOWN:
@@ -59,12 +60,12 @@ def cells_view(report: "CellsReport") -> list["RenderableType"]:
 
 def _summary(report: "CellsReport") -> str:
     run = [cell for cell in report.cells if cell.gap is not None and cell.bound]
-    line = f"{report.pairs:,} pairs of options met; {len(report.refused)} cannot, --json says why."
+    line = f"{report.pairs:,} pairs of options met; {len(report.refused)} cannot meet."
     if run:
         closest = max(run, key=lambda cell: (cell.gap or 0) / (cell.bound or 1))
         line += (
-            f" Largest difference of a logit: {closest.gap:.2g}, where rounding explains {closest.bound:.2g}; largest "
-            f"KL divergence: {max(cell.kl_max or 0 for cell in run):.2g} nats."
+            f" Closest to its bound: a difference of {closest.gap:.2g} in a logit, where rounding explains "
+            f"{closest.bound:.2g}. Largest KL divergence of all: {max(cell.kl_max or 0 for cell in run):.2g} nats."
         )
     return line
 
@@ -102,7 +103,7 @@ def _common_lines(report: "CellsReport") -> list[str]:
 
 
 def _options(cell: "Cell") -> str:
-    return ", ".join(f"{factor} {level}" for factor, level in cell.factors.items())
+    return "; ".join(f"{factor} = {level}" for factor, level in cell.factors.items())
 
 
 def _cell_json(cell: "Cell") -> dict[str, Any]:

@@ -200,10 +200,10 @@ def _check_room(parts: EngineParts, config: EngineConfig, prompt_tokens: int, ne
     if parts.max_context is not None and total > parts.max_context:
         raise RequestError(
             f"The prompt's {prompt_tokens} tokens and {new_tokens} new ones exceed the model's context of "
-            f"{parts.max_context}: use --quick, or give a shorter prompt."
+            f"{parts.max_context}: generate fewer, or give a shorter prompt."
         )
     if not parts.manager.fits_ever(total, config.max_step_tokens):
-        raise RequestError(f"The cache cannot hold {total} tokens: use --quick, or give a shorter prompt.")
+        raise RequestError(f"The cache cannot hold {total} tokens: generate fewer, or give a shorter prompt.")
 
 
 def _run_other(

@@ -59,7 +59,9 @@ def read_prompts(path: Path) -> list[Source]:
     """
     try:
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RequestError(f"The prompts in {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
         raise RequestError(f"The prompts in {path} cannot be read ({error}): give a text file in UTF-8.") from None
     whole = _whole_object(content)
     if whole is not None:
