@@ -24,10 +24,10 @@ def test_json_is_one_object(generate):
     ended = generate(PROMPT, *TEN, "--json", "--trace")
     outcome = ended.json
     assert list(outcome) == [
-        *("model", "dtype", "text", "token_ids", "finish_reason", "detail", "usage", "timings", "trace")
+        *("model", "dtype", "text", "prompt_ids", "token_ids", "finish_reason", "detail", "usage", "timings", "trace")
     ]
     assert outcome["text"] + "\n" == generate(PROMPT, *TEN).out
-    assert len(outcome["token_ids"]) == 10
+    assert len(outcome["prompt_ids"]) == 9 and len(outcome["token_ids"]) == 10
     assert (outcome["dtype"], outcome["finish_reason"], outcome["detail"]) == ("fp32", "length", None)
     assert outcome["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 10}
     assert set(outcome["timings"]) == {"ready_s", "prefill_s", "decode_ms"}
