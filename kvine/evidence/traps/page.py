@@ -53,7 +53,7 @@ and between whole products and single rows, and never less than sixteen units in
 
 Changes that it was not written for, made once it was finished by changing one thing in each part of an engine
 (`python tests/evidence/score_trap_mutants.py`, a tiny Llama): **34 of 34 caught, 24 of 34 sensibly named**. On the
-first try 23 were; bugs planted by hand then had two hypotheses widened, one of which names another one of them. A name is
+first try 23 were; bugs planted by hand then had two hypotheses widened, one of which names one more of them. A name is
 sensible if it leads to the right part of the engine; `unknown` never is. Among what it cannot name: one head of many
 exchanged, a soft cap that nobody asked for, values that are shifted with their mask, layers that share their memory.
 
