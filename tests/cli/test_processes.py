@@ -23,10 +23,17 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=PATIENCE)
 
 
+def heed_ctrl_c() -> None:
+    """Whoever starts the tests in the background of a shell has them, and so their children, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(*arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
     pipe = subprocess.PIPE
-    with subprocess.Popen([*COMMAND, *arguments], stdin=stdin, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdin=stdin, stdout=pipe, stderr=pipe, preexec_fn=heed_ctrl_c
+    ) as process:
         try:
             yield process
         finally:
