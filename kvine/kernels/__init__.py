@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: torch's products read the weights at half the memory's speed where a step has a few rows.
+"""Compiled CPU kernels: torch's products read the weights far below the memory's speed where a step has few rows.
 
 A thin face over `_native`, which may be missing: what is installed without a compiler runs on torch's products.
 """

@@ -1,6 +1,6 @@
 """How a product with a weight is computed: chosen once per model, for the dtype and the machine.
 
-Few rows go to the compiled kernels, which read the weights at the memory's speed; more go to torch. Where a CPU has no
+Few rows go to the compiled kernels, which read the weights faster than torch does; more go to torch. Where a CPU has no
 matrix instructions for a low-precision dtype, torch takes time for each row in it: from a few rows on, fp32 with the
 weight converted first is faster.
 """
