@@ -8,7 +8,7 @@ from kvine.errors import ConfigError
 
 SinkRule = Literal["absolute", "in_cache"]
 KV_DTYPES = ("exact", "fp32", "fp16", "bf16")
-BACKENDS = ("auto", "sdpa", "reference")
+BACKENDS = ("auto", "native", "sdpa", "reference")
 
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
@@ -103,7 +103,8 @@ class EngineConfig:
     Attributes:
         max_step_tokens: tokens computed in one model call, over all requests; longer prompts are read in chunks.
         max_running: requests that may hold cache memory at once; the rest wait in order of arrival.
-        backend: attention backend, `auto`, `sdpa` or `reference`.
+        backend: attention backend: `native` (compiled kernels on the CPU), `sdpa` (torch), `reference`, or `auto`, the
+            first of these that can serve the model.
     """
 
     max_step_tokens: int = 2048

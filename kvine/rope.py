@@ -6,6 +6,7 @@ Keys are stored rotated, so an error of one angle would stay in the cache: angle
 import torch
 from torch import Tensor
 
+from kvine.kernels import Kernels
 from kvine.rope_scaling import RopeConfig, RopeKind, attention_scaling, inverse_frequencies
 
 __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding", "rotate"]
@@ -15,10 +16,14 @@ class RotaryEmbedding:
     """Cosines and sines of one `RopeConfig`; holds one small table and nothing that depends on a request.
 
     `length` is the number of tokens to serve, for the two kinds whose table depends on it (`dynamic`, `longrope`).
+    `native` are the kernels that rotate, where they can.
     """
 
-    def __init__(self, config: RopeConfig, device: torch.device, *, length: int | None = None):
+    def __init__(
+        self, config: RopeConfig, device: torch.device, *, length: int | None = None, native: Kernels | None = None
+    ):
         self.config = config
+        self.native = native
         self.scaling = attention_scaling(config)
         self._device = device
         # MPS has no float64; there the angles, a few per step, are computed on the CPU.
@@ -38,6 +43,12 @@ class RotaryEmbedding:
         both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         cos, sin = (half.to(self._device, torch.float32).unsqueeze(1) for half in both)
         return cos, sin
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the function `rotate` computes, by the kernels if they can."""
+        if self.native is not None and self.native.takes(x):
+            return self.native.rotate(x, cos, sin)
+        return rotate(x, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

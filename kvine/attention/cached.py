@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvine.attention.base import Backend, Batch
 from kvine.cache.pool import KVPool
-from kvine.rope import RotaryEmbedding, rotate
+from kvine.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class StepAttention:
         place = attention.layers[layer]
         pool = attention.pools[place.group]
         cos, sin = self._rotation(place, moved=False)
+        rotate = place.rope.rotate
         pool.write(place.index, self._rows[place.group], rotate(k, cos, sin), v)
         q_sink = None
         if self._moved[place.group] is not None:

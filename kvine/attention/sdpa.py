@@ -4,6 +4,7 @@ A boolean mask costs SDPA twice the time, so queries are cut into parts whose vi
 causal triangle, wherever that is possible.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +54,12 @@ class SdpaBackend:
 
     def plan(self, batch: Batch, group: int, spec: CacheSpec) -> list[_Request]:
         """Which blocks each request reads, and in which parts."""
+        return self.plan_requests(batch, group, spec, range(batch.num_requests))
+
+    def plan_requests(self, batch: Batch, group: int, spec: CacheSpec, requests: Sequence[int]) -> list[_Request]:
+        """The same of some of a batch's requests."""
         tables = batch.groups[group].block_tables
-        return [self._plan_request(batch, r, tables[r], spec) for r in range(batch.num_requests)]
+        return [self._plan_request(batch, r, tables[r], spec) for r in requests]
 
     def attend(
         self,
@@ -65,10 +70,12 @@ class SdpaBackend:
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """See `Backend.attend`."""
+        """See `Backend.attend`. With `out`, like q, only the planned requests' rows of it are written."""
         heads, dim = kv.k.shape[1], kv.k.shape[3]
-        out = None if len(plan) == 1 and len(plan[0].parts) == 1 else torch.empty_like(q)
+        if out is None and (len(plan) != 1 or len(plan[0].parts) != 1):
+            out = torch.empty_like(q)
         for request in plan:
             k, v = (
                 stored.view(stored.shape[0] * heads, -1).index_select(0, request.index).view(heads, -1, dim).to(q.dtype)

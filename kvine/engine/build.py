@@ -5,9 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from kvine import kernels
 from kvine.attention.base import Backend
 from kvine.attention.cached import AttentionLayer, CachedAttention
 from kvine.attention.dense import DenseAttention, DenseLayer
+from kvine.attention.native import NativeBackend
 from kvine.attention.reference import ReferenceBackend
 from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.hashing import namespace_key
@@ -24,7 +26,7 @@ from kvine.models.load import LoadedModel
 from kvine.rope import RopeConfig, RotaryEmbedding
 from kvine.sampling.sampler import Sampler
 
-BACKENDS: dict[str, type[Backend]] = {"sdpa": SdpaBackend, "reference": ReferenceBackend}
+BACKENDS: dict[str, type[Backend]] = {"native": NativeBackend, "sdpa": SdpaBackend, "reference": ReferenceBackend}
 CONTEXTS_BY_DEFAULT = 4
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -122,7 +124,8 @@ def choose_backend(name: str, spec: CacheSpec, device: torch.device) -> Backend:
 
 
 def _ropes(model: LoadedModel) -> dict[RopeConfig, RotaryEmbedding]:
-    return {layer.rope: RotaryEmbedding(layer.rope, model.device) for layer in model.config.layers}
+    native = kernels.chosen() if model.device.type == "cpu" else None
+    return {layer.rope: RotaryEmbedding(layer.rope, model.device, native=native) for layer in model.config.layers}
 
 
 def _memory(

@@ -26,47 +26,138 @@ REMEDY = "To have them, install a C++17 compiler (GCC or Clang) with OpenMP, and
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The products of one instruction set. Each element is summed in fp32 in an order that depends on the instruction
-    set and on the number of inputs alone: not on other rows, nor on the number of threads. It is rounded once.
+    """The kernels of one instruction set. A sum is one of fp32, rounded once, in an order that depends on the
+    instruction set and on its length alone: not on other rows, nor on the number of threads.
+
+    The arguments of `rms_norm` and `rotate` are addresses to the kernel: only what `takes` accepts may come there.
     """
 
     name: str
     path: "_native.Path"
     dtypes: dict[torch.dtype, int]
 
-    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether `linear` can compute this: dense row-major matrices of one dtype on the CPU that fit each other,
-        without gradients. Whatever else there is, is left to torch.
+    def takes(self, x: Tensor) -> bool:
+        """Whether the kernels can read this: a dense row-major tensor on the CPU, without gradients, in one of their
+        dtypes. Whatever else there is, is left to torch.
         """
-        return (
-            x.dtype is weight.dtype
-            and x.dtype in self.dtypes
-            and x.dim() == weight.dim() == 2
-            and x.shape[1] == weight.shape[1]
-            and _is_plain(x)
-            and _is_plain(weight)
-            and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1] and _is_plain(bias)))
-        )
+        return x.dtype in self.dtypes and is_plain(x)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x` [N, in] times `weight` [out, in] transposed, plus `bias` [out]: [N, out], on torch's number of threads.
-
-        The arguments are addresses to the kernel: only what `takes` accepts may come here.
+    def bind(self, weight: Tensor, bias: Tensor | None = None) -> "NativeLinear | None":
+        """The product with `weight` [out, in] transposed, plus `bias` [out] in the same dtype; None if one of them is
+        not for the kernels.
         """
-        rows, features = x.shape
-        out_features = weight.shape[0]
-        y = x.new_empty((rows, out_features))
-        self.path.linear(
+        fits = weight.dim() == 2 and self.takes(weight)
+        if bias is not None:
+            fits = fits and bias.dtype is weight.dtype and bias.shape == weight.shape[:1] and is_plain(bias)
+        return NativeLinear(self, weight, bias) if fits else None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x` [..., D] over the root of its mean square, times `weight` [D] in fp32: x's shape and dtype."""
+        y = torch.empty_like(x)
+        width = weight.shape[0]
+        self.path.rms_norm(
             self.dtypes[x.dtype],
             x.data_ptr(),
             weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            rows,
-            features,
-            out_features,
+            x.numel() // width,
+            width,
+            eps,
             torch.get_num_threads(),
         )
+        return y
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` [N, H, D] turned by `cos` and `sin` [N, 1, R] in fp32, as `kvine.rope.rotate` does it: x's shape."""
+        y = torch.empty_like(x)
+        rows, heads, width = x.shape
+        self.path.rotate(
+            self.dtypes[x.dtype],
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            y.data_ptr(),
+            rows,
+            heads,
+            width,
+            cos.shape[-1],
+            torch.get_num_threads(),
+        )
+        return y
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Tensor,
+        out: Tensor,
+        *,
+        num_requests: int,
+        sinks: int,
+        scale: float,
+        q_sink: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Attention of one query for each request over its blocks, into that request's row of `out` [N, Hq, D].
+
+        Args:
+            q: [N, Hq, D].
+            k: the keys of one layer, [blocks, Hkv, block_size, D], in any of the kernels' dtypes.
+            v: its values.
+            plan: int64, [num_requests, 4] and behind it the block tables: a request's row of q and out, the number of
+                its keys, the first of them that its window reaches, and where its table begins.
+            out: [N, Hq, D], in q's dtype.
+            num_requests: how many rows are computed.
+            sinks: so many first keys are read whatever the window.
+            scale: factor on the scores.
+            q_sink: [N, Hq, D], what reads the sinks where that is not q.
+            softcap: bound of the scores.
+        """
+        kv_heads, block_size, width = k.shape[1:]
+        self.path.decode(
+            (self.dtypes[q.dtype], self.dtypes[k.dtype], self.dtypes[v.dtype]),
+            q.data_ptr(),
+            0 if q_sink is None else q_sink.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            plan.data_ptr(),
+            num_requests,
+            kv_heads,
+            q.shape[1] // kv_heads,
+            width,
+            block_size,
+            sinks,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+
+
+class NativeLinear:
+    """A product whose weight and bias are checked once. See `Kernels.bind`."""
+
+    __slots__ = ("_bias", "_call", "_dtype", "_in", "_out", "_weight")
+
+    def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias  # to keep alive what the kernel reads
+        self._dtype = weight.dtype
+        self._out, self._in = weight.shape
+        bias_address = 0 if bias is None else bias.data_ptr()
+        self._call = native.path.linear(
+            native.dtypes[weight.dtype], weight.data_ptr(), bias_address, self._in, self._out
+        )
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this can multiply `x`: [N, in], dense, in the weight's dtype, on the CPU, without gradients."""
+        return x.dtype is self._dtype and x.dim() == 2 and x.shape[1] == self._in and is_plain(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [N, in], which `takes` accepts -> [N, out], on torch's number of threads."""
+        rows = x.shape[0]
+        y = torch.empty((rows, self._out), dtype=self._dtype)
+        self._call(x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
         return y
 
 
@@ -116,5 +207,6 @@ def _load_native() -> "ModuleType | None":
     return _native
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel may read the tensor by its address: dense and row-major on the CPU, and without gradients."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_neg()

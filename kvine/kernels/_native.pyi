@@ -6,24 +6,66 @@ FP16: int
 
 @final
 class Path:
-    """The products in one instruction set."""
+    """The kernels in one instruction set. Tensors are row-major, at these addresses."""
 
     @property
     def name(self) -> str: ...
-    def linear(
+    def linear(self, dtype: int, weight: int, bias: int, in_features: int, out_features: int, /) -> Linear:
+        """The product with a weight [out, in] that stays where it is; bias may be 0."""
+
+    def rms_norm(
+        self, dtype: int, x: int, weight: int, y: int, rows: int, width: int, eps: float, num_threads: int, /
+    ) -> None:
+        """y = x / sqrt(mean(x²) + eps) * weight, row by row; the weight is fp32."""
+
+    def rotate(
         self,
         dtype: int,
         x: int,
-        weight: int,
-        bias: int,
+        cos: int,
+        sin: int,
         y: int,
         rows: int,
-        in_features: int,
-        out_features: int,
+        heads: int,
+        width: int,
+        rotary: int,
         num_threads: int,
         /,
     ) -> None:
-        """y = x Wᵀ + bias, of row-major matrices at these addresses; bias may be 0."""
+        """y = x turned, [rows, heads, width]; cos and sin are fp32, [rows, rotary]."""
+
+    def decode(
+        self,
+        dtypes: tuple[int, int, int],
+        q: int,
+        q_sink: int,
+        k: int,
+        v: int,
+        y: int,
+        plan: int,
+        num_requests: int,
+        kv_heads: int,
+        group: int,
+        width: int,
+        block_size: int,
+        sinks: int,
+        scale: float,
+        softcap: float,
+        num_threads: int,
+        /,
+    ) -> None:
+        """Attention of one query for each request; dtypes of q, k and v; q_sink and softcap may be 0.
+
+        The plan is int64: for each request its row, the number of keys, the first in its window, and where among the
+        block tables, which follow, its own begins.
+        """
+
+@final
+class Linear:
+    """A product with one weight."""
+
+    def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
+        """y = x Wᵀ + bias."""
 
 def paths() -> list[Path]:
     """What this CPU runs, the fastest first."""

@@ -5,23 +5,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvine import kernels
 from kvine.models.config import ModelConfig
 from kvine.models.decoder import Decoder, DecoderLayer
 from kvine.models.layers import MLP, Embedding, Linear, RMSNorm
-from kvine.models.matmul import choose_matmul
+from kvine.models.matmul import choose_product
 
 
 def build_decoder(
     config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """`weights` holds every role of `required_shapes(config)` on `device`: norms in fp32, the rest in `dtype`."""
-    matmul = choose_matmul(dtype, device)
+    """`weights` holds every role of `required_shapes(config)` on `device`: norms in fp32, the rest in `dtype`.
+
+    Raises ConfigError if the environment asks for kernels that cannot run here.
+    """
+    native = kernels.chosen() if device.type == "cpu" else None
+    bind = choose_product(dtype, device, native)
 
     def linear(role: str) -> Linear:
-        return Linear(weights[f"{role}.weight"], weights.get(f"{role}.bias"), matmul)
+        weight, bias = weights[f"{role}.weight"], weights.get(f"{role}.bias")
+        return Linear(weight, bias, bind(weight, bias))
 
     def norm(role: str) -> RMSNorm:
-        return RMSNorm(weights[f"{role}.weight"], config.norm_eps)
+        return RMSNorm(weights[f"{role}.weight"], config.norm_eps, native)
 
     def optional_norm(role: str) -> RMSNorm | None:
         return norm(role) if f"{role}.weight" in weights else None
@@ -42,6 +48,7 @@ def build_decoder(
         )
 
     embedding = weights["embedding.weight"]
+    head = embedding if config.tie_embeddings else weights["head.weight"]
     scale = None
     if config.embedding_scale != 1.0:
         scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
@@ -50,5 +57,5 @@ def build_decoder(
         Embedding(embedding, scale),
         [layer(f"layers.{index}") for index in range(config.num_layers)],
         norm("final_norm"),
-        Linear(embedding if config.tie_embeddings else weights["head.weight"], None, matmul),
+        Linear(head, None, bind(head, None)),
     )

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvine.kernels import Kernels
 from kvine.models.config import Activation
-from kvine.models.matmul import Matmul
+from kvine.models.matmul import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +19,28 @@ class Linear:
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
-    matmul: Matmul
+    product: Product  # with these two
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        return self.matmul(x, self.weight, self.bias)
+        return self.product(x)
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467), in fp32 up to its result.
 
-    `weight` is fp32 and includes the architecture's offset (Gemma's 1).
+    `weight` is fp32 and includes the architecture's offset (Gemma's 1). `native` computes it where it can.
     """
 
     weight: Tensor  # [D], fp32
     eps: float
+    native: Kernels | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Any [..., D] -> the same shape and dtype."""
+        if self.native is not None and self.native.takes(x):
+            return self.native.rms_norm(x, self.weight, self.eps)
         x32 = x.float()
         # torch.rms_norm is made of more operations than these, and at one row each counts.
         norm: Tensor = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)

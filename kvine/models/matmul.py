@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvine import kernels
 from kvine.kernels import Kernels
 
 # All layers of SmolLM2-135M, two AVX2 cores, milliseconds (least of 12 runs):
@@ -41,30 +40,41 @@ _MAX_CONVERTED_WEIGHTS = 1 << 23
 
 # `x` [N, in] times `weight` [out, in] transposed, plus `bias` [out]: [N, out] in x's dtype.
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# The same with a weight and a bias of its own: [N, in] -> [N, out].
+Product = Callable[[Tensor], Tensor]
+# Makes the second of a weight and its bias.
+Bind = Callable[[Tensor, Tensor | None], Product]
 
 
-def choose_matmul(dtype: torch.dtype, device: torch.device) -> Matmul:
-    """The fastest product for weights of `dtype` on `device`.
-
-    Raises ConfigError if the environment asks for kernels that cannot run here.
-    """
+def choose_product(dtype: torch.dtype, device: torch.device, native: Kernels | None) -> Bind:
+    """The fastest product for weights of `dtype` on `device`, with `native` kernels where there are some."""
     if device.type != "cpu":
-        return F.linear
-    by_torch, native = choose_torch_matmul(dtype), kernels.chosen()
+        return with_torch(F.linear)
+    by_torch = choose_torch_matmul(dtype)
     if native is None:
-        return by_torch
+        return with_torch(by_torch)
     return with_kernels(native, max_native_rows(native.name, dtype), by_torch)
 
 
-def with_kernels(native: Kernels, max_rows: int, by_torch: Matmul) -> Matmul:
+def with_torch(matmul: Matmul) -> Bind:
+    """Products by torch alone."""
+    return lambda weight, bias: lambda x: matmul(x, weight, bias)
+
+
+def with_kernels(native: Kernels, max_rows: int, by_torch: Matmul) -> Bind:
     """Compiled kernels up to `max_rows` rows, and `by_torch` for more and for whatever the kernels do not take."""
 
-    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if 0 < x.shape[0] <= max_rows and native.takes(x, weight, bias):
-            return native.linear(x, weight, bias)
-        return by_torch(x, weight, bias)
+    def bind(weight: Tensor, bias: Tensor | None) -> Product:
+        few = native.bind(weight, bias)
 
-    return matmul
+        def product(x: Tensor) -> Tensor:
+            if few is not None and 0 < x.shape[0] <= max_rows and few.takes(x):
+                return few(x)
+            return by_torch(x, weight, bias)
+
+        return product
+
+    return bind
 
 
 def max_native_rows(name: str, dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvine.attention.base import Batch, GroupBatch
 from kvine.attention.cached import AttentionLayer, CachedAttention
+from kvine.attention.native import NativeBackend
 from kvine.attention.reference import ReferenceBackend
 from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.manager import CachedSequence, CacheManager
@@ -17,7 +18,7 @@ from kvine.rope import RopeConfig, RotaryEmbedding
 
 CPU = torch.device("cpu")
 DIM = 8
-BACKENDS = (ReferenceBackend, SdpaBackend)
+BACKENDS = (ReferenceBackend, SdpaBackend, NativeBackend)
 HEADS = ((4, 4), (4, 2), (4, 1), (6, 2), (6, 3), (8, 2))  # query heads, KV heads
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -91,7 +92,7 @@ class Cache:
     def __init__(
         self,
         specs: Sequence[CacheSpec],
-        backend: type[ReferenceBackend] | type[SdpaBackend],
+        backend: type[ReferenceBackend] | type[SdpaBackend] | type[NativeBackend],
         rope: RopeConfig,
         dtype: torch.dtype = torch.float32,
         *,

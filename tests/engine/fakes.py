@@ -55,6 +55,9 @@ class NoRotation:
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones(len(positions), 1, 2), torch.zeros(len(positions), 1, 2)
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x
+
 
 def mixed(states: np.ndarray, positions: np.ndarray, query_position: int) -> int:
     """Order-free hash of a set of (position, state) pairs as a query sees them."""

@@ -14,10 +14,11 @@ SAY = "from kvine import kernels; k = kernels.chosen(); print(k.name if k else N
 BLOCKED = "import sys; sys.modules['kvine.kernels._native'] = None\n"
 PRODUCT = """
 import torch
-from kvine.models.matmul import choose_matmul
+from kvine import kernels
+from kvine.models.matmul import choose_product
 x, weight = torch.ones(1, 3).bfloat16(), torch.ones(2, 3).bfloat16()
 for _ in range(2):
-    y = choose_matmul(torch.bfloat16, torch.device("cpu"))(x, weight, None)
+    y = choose_product(torch.bfloat16, torch.device("cpu"), kernels.chosen())(weight, None)(x)
 print(y.tolist())
 """
 
@@ -67,7 +68,7 @@ def test_the_command_line_says_it_in_one_line_on_stderr() -> None:
 
 
 def test_a_new_process_is_forced_too_and_has_one_openmp_runtime() -> None:
-    code = SAY + "\nimport torch\nk.linear(torch.ones(1, 8), torch.ones(4, 8))\n"
+    code = SAY + "\nimport torch\nk.bind(torch.ones(4, 8))(torch.ones(1, 8))\n"
     code += "print({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line or 'libomp' in line})"
     forced, runtimes = python(code, KVINE_KERNELS="portable").stdout.splitlines()
     assert forced == "portable"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvine import kernels
+from kvine.kernels import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS32 = torch.finfo(torch.float32).eps
@@ -18,6 +19,12 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp1
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(native: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = native.bind(weight, bias)
+    assert product is not None and product.takes(x)
+    return product(x)
 
 
 def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -43,8 +50,7 @@ def test_every_shape(path: str, dtype: torch.dtype) -> None:
     for features, out_features, rows in itertools.product(INPUTS, OUTPUTS, ROWS):
         x, weight = randn(rows, features, dtype=dtype), randn(out_features, features, dtype=dtype, seed=1)
         bias = randn(out_features, dtype=dtype, seed=2) if features % 2 else None
-        assert native.takes(x, weight, bias)
-        check(native.linear(x, weight, bias), x, weight, bias)
+        check(linear(native, x, weight, bias), x, weight, bias)
 
 
 @every_path
@@ -53,10 +59,10 @@ def test_a_row_does_not_depend_on_its_neighbours(path: str, dtype: torch.dtype) 
     native = kernels.load(path)
     for features in INPUTS:
         x, weight = randn(16, features, dtype=dtype), randn(75, features, dtype=dtype, seed=1)
-        whole = native.linear(x, weight)
+        whole = linear(native, x, weight)
         for rows in range(1, 16):
             for start in (0, 16 - rows):
-                part = native.linear(x[start : start + rows], weight)
+                part = linear(native, x[start : start + rows], weight)
                 assert torch.equal(part, whole[start : start + rows]), (features, rows, start)
 
 
@@ -69,7 +75,7 @@ def test_nothing_depends_on_the_number_of_threads(path: str, dtype: torch.dtype)
         results = []
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            results.append(native.linear(x, weight))
+            results.append(linear(native, x, weight))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
@@ -81,13 +87,13 @@ def test_weights_at_any_address(path: str, dtype: torch.dtype) -> None:
     """A mapped file starts its tensors wherever its header ends."""
     native = kernels.load(path)
     x, weight = randn(3, 77, dtype=dtype), randn(13, 77, dtype=dtype, seed=1)
-    expected = native.linear(x, weight)
+    expected = linear(native, x, weight)
     stored = weight.view(torch.uint8).flatten()
     for offset in (1, 2, 3, 5):
         room = torch.zeros(stored.numel() + 8, dtype=torch.uint8)
         room[offset : offset + stored.numel()] = stored
         y = torch.empty_like(expected)
-        native.path.linear(native.dtypes[dtype], x.data_ptr(), room.data_ptr() + offset, 0, y.data_ptr(), 3, 77, 13, 1)
+        native.path.linear(native.dtypes[dtype], room.data_ptr() + offset, 0, 77, 13)(x.data_ptr(), y.data_ptr(), 3, 1)
         assert torch.equal(y, expected)
 
 
@@ -98,7 +104,7 @@ def test_what_lies_behind_a_row_is_not_read(path: str, dtype: torch.dtype) -> No
     for features in (1, 7, 31, 33):
         weight = torch.full((9, features), torch.nan, dtype=dtype)
         weight[4] = 1
-        y = native.linear(torch.ones(1, features, dtype=dtype), weight)
+        y = linear(native, torch.ones(1, features, dtype=dtype), weight)
         assert y[0, 4] == features and y.isnan().sum() == 8
 
 
@@ -112,10 +118,10 @@ def test_infinity_and_nan_go_through(path: str, dtype: torch.dtype) -> None:
         weight[3, 0], weight[3, 1] = inf, -inf
         weight[4] = 0
         plain = torch.tensor([inf, -inf, nan, nan, 0, features], dtype=dtype)
-        torch.testing.assert_close(native.linear(x, weight)[0], plain, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(linear(native, x, weight)[0], plain, rtol=0, atol=0, equal_nan=True)
         x[0, -1] = inf
         signs = torch.tensor([inf, nan, nan, nan, nan, inf], dtype=dtype)
-        torch.testing.assert_close(native.linear(x, weight)[0, 2:], signs[2:], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(linear(native, x, weight)[0, 2:], signs[2:], rtol=0, atol=0, equal_nan=True)
 
 
 @every_path
@@ -125,14 +131,14 @@ def test_extremes(path: str, dtype: torch.dtype) -> None:
     native, limits = kernels.load(path), torch.finfo(dtype)
     least = limits.smallest_normal * limits.eps
     weight = torch.full((1, 20), least, dtype=dtype)
-    assert native.linear(torch.ones(1, 20, dtype=dtype), weight).item() == 20 * least
+    assert linear(native, torch.ones(1, 20, dtype=dtype), weight).item() == 20 * least
     large = torch.full((1, 1), limits.max, dtype=dtype)
     one, two = torch.ones(1, 1, dtype=dtype), torch.full((1, 1), 2, dtype=dtype)
-    assert native.linear(one, large).item() == limits.max
-    assert native.linear(two, large).item() == torch.inf
+    assert linear(native, one, large).item() == limits.max
+    assert linear(native, two, large).item() == torch.inf
     if dtype == torch.float16:  # fp32 holds the sum on its way
         pair = torch.full((1, 2), limits.max, dtype=dtype)
-        assert native.linear(torch.tensor([[2.0, -1.0]], dtype=dtype), pair).item() == limits.max
+        assert linear(native, torch.tensor([[2.0, -1.0]], dtype=dtype), pair).item() == limits.max
 
 
 @every_path
@@ -141,11 +147,11 @@ def test_every_fp16_and_bf16_is_widened_and_rounded_as_torch_does(path: str) -> 
     native = kernels.load(path)
     for dtype in (torch.bfloat16, torch.float16):
         every = torch.arange(-32768, 32768).to(torch.int16).view(dtype).reshape(-1, 1)
-        y = native.linear(torch.ones(1, 1, dtype=dtype), every)
+        y = linear(native, torch.ones(1, 1, dtype=dtype), every)
         torch.testing.assert_close(y[0], every[:, 0] + 0, rtol=0, atol=0, equal_nan=True)
         halves = torch.cat([every, every.roll(1, 0)], dim=1)
         finite = halves[halves.isfinite().all(1)]
-        y = native.linear(torch.full((1, 2), 0.5, dtype=dtype), finite)
+        y = linear(native, torch.full((1, 2), 0.5, dtype=dtype), finite)
         expected = finite.float().mul(0.5).sum(1).to(dtype)
         torch.testing.assert_close(y[0], expected, rtol=0, atol=0)
 
@@ -154,23 +160,36 @@ def test_every_fp16_and_bf16_is_widened_and_rounded_as_torch_does(path: str) -> 
 def test_the_sum_is_in_fp32_and_rounded_once(path: str) -> None:
     """bf16 has no whole number after 256: sums in it stall there."""
     ones = torch.ones(1, 4097, dtype=torch.bfloat16)
-    assert kernels.load(path).linear(ones, ones, torch.ones(1, dtype=torch.bfloat16)).item() == 4096
+    assert linear(kernels.load(path), ones, ones, torch.ones(1, dtype=torch.bfloat16)).item() == 4096
 
 
 @every_path
 def test_what_the_kernels_do_not_take(path: str) -> None:
     native = kernels.load(path)
     x, weight, bias = randn(2, 8), randn(4, 8), randn(4)
-    assert native.takes(x, weight, None) and native.takes(x, weight, bias)
-    assert not native.takes(x.double(), weight.double(), None)
-    assert not native.takes(x, weight.bfloat16(), None)
-    assert not native.takes(x, randn(8, 4).T, None)
-    assert not native.takes(randn(2, 16)[:, ::2], weight, None)
-    assert not native.takes(x, randn(4, 7), None)
-    assert not native.takes(x[0], weight, None)
-    assert not native.takes(x, weight.clone().requires_grad_(), None)
-    assert not native.takes(torch._neg_view(x), weight, None)
-    assert not native.takes(x.to("meta"), weight.to("meta"), None)
-    assert not native.takes(x, weight, randn(5))
-    assert not native.takes(x, weight, bias.bfloat16())
-    assert not native.takes(x, weight, randn(8)[::2])
+    product = native.bind(weight)
+    assert product is not None and product.takes(x) and native.bind(weight, bias) is not None
+    assert not product.takes(x.double())
+    assert not product.takes(x.bfloat16())
+    assert not product.takes(randn(2, 16)[:, ::2])
+    assert not product.takes(randn(2, 7))
+    assert not product.takes(x[0])
+    assert not product.takes(x.clone().requires_grad_())
+    assert not product.takes(torch._neg_view(x))
+    assert not product.takes(x.to("meta"))
+    assert native.bind(weight.double()) is None
+    assert native.bind(randn(8, 4).T) is None
+    assert native.bind(weight[0]) is None
+    assert native.bind(weight.clone().requires_grad_()) is None
+    assert native.bind(weight.to("meta")) is None
+    assert native.bind(weight, randn(5)) is None
+    assert native.bind(weight, bias.bfloat16()) is None
+    assert native.bind(weight, randn(8)[::2]) is None
+
+
+@every_path
+def test_a_bound_product_keeps_its_weight_alive(path: str) -> None:
+    product = kernels.load(path).bind(torch.full((300, 300), 2.0))
+    assert product is not None
+    filled = [torch.zeros(300, 300) for _ in range(20)]  # would take the weight's memory, were it free
+    assert bool((product(torch.ones(1, 300)) == 600).all()) and len(filled) == 20

@@ -17,13 +17,17 @@ def test_every_strategy_is_the_product_at_every_row_count(dtype: torch.dtype, wi
     weight = torch.randn(70, 48, generator=generator).to(dtype)
     bias = torch.randn(70, generator=generator).to(dtype) if with_bias else None
     slow = matmul.fp32_small_batches if dtype == torch.float32 else matmul.through_fp32
-    strategies = [matmul.choose_matmul(dtype, CPU), matmul.choose_torch_matmul(dtype), slow]
+    strategies = [
+        matmul.choose_product(dtype, CPU, kernels.chosen()),
+        matmul.choose_product(dtype, CPU, None),
+        matmul.with_torch(slow),
+    ]
     for rows in (1, 2, 4, 5, 12, 32, 33, 70):
         x = torch.randn(rows, 48, generator=generator).to(dtype)
         before = x.clone()
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         for strategy in strategies:
-            out = strategy(x, weight, bias)
+            out = strategy(weight, bias)(x)
             assert out.dtype == dtype and out.shape == (rows, 70) and out.is_contiguous()
             error = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
             torch.testing.assert_close(out.double(), expected, atol=error * 10, rtol=error)
@@ -38,7 +42,6 @@ def test_rows_in_low_precision_are_rounded_once():
 
 def test_strategy_of_torch_follows_the_machine(monkeypatch):
     linear = torch.nn.functional.linear
-    assert matmul.choose_matmul(torch.bfloat16, torch.device("cuda")) is linear
     for has_hardware, expected in ((True, linear), (False, matmul.through_fp32)):
         monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype, answer=has_hardware: answer)
         assert matmul.choose_torch_matmul(torch.bfloat16) is expected
@@ -54,13 +57,17 @@ def test_kernels_take_few_rows_and_torch_the_rest(monkeypatch):
     by_torch = matmul.choose_torch_matmul(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(700, 1536, generator=generator).bfloat16()
-    chosen = matmul.with_kernels(native, 4, by_torch)
+    few, chosen = native.bind(weight), matmul.with_kernels(native, 4, by_torch)(weight, None)
+    assert few is not None
     for rows in (0, 1, 4, 5):
         x = torch.randn(rows, 1536, generator=generator).bfloat16()
-        expected = native.linear(x, weight) if 1 <= rows <= 4 else by_torch(x, weight, None)
-        assert torch.equal(chosen(x, weight, None), expected)
+        expected = few(x) if 1 <= rows <= 4 else by_torch(x, weight, None)
+        assert torch.equal(chosen(x), expected)
     strided = torch.randn(2, 3072, generator=generator).bfloat16()[:, ::2]
-    assert torch.equal(chosen(strided, weight, None), by_torch(strided, weight, None))
+    assert torch.equal(chosen(strided), by_torch(strided, weight, None))
+    columns = weight.T  # not as the kernels need a weight
+    chosen = matmul.with_kernels(native, 4, by_torch)(columns, None)
+    assert torch.equal(chosen(weight[:, :700][:2]), by_torch(weight[:, :700][:2], columns, None))
 
 
 def test_how_many_rows_go_to_the_kernels(monkeypatch):
@@ -72,8 +79,7 @@ def test_how_many_rows_go_to_the_kernels(monkeypatch):
     assert matmul.max_native_rows("avx512", torch.float32) == 32
 
 
-def test_the_environment_switches_the_kernels_off(monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, "off")
-    assert matmul.choose_matmul(torch.float32, CPU) is matmul.choose_torch_matmul(torch.float32)
-    monkeypatch.setenv(kernels.VARIABLE, "portable")
-    assert matmul.choose_matmul(torch.float32, CPU) is not matmul.choose_torch_matmul(torch.float32)
+def test_on_another_device_torch_chooses():
+    x, weight = torch.empty(3, 8, device="meta"), torch.empty(4, 8, device="meta")
+    product = matmul.choose_product(torch.float32, torch.device("meta"), kernels.load("portable"))(weight, None)
+    assert product(x).shape == (3, 4)

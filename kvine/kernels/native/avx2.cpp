@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "multiply.hpp"
+#include "make_path.hpp"
 
 namespace {
 
@@ -13,6 +13,7 @@ struct Avx2 {
 
     static Floats zero() { return _mm256_setzero_ps(); }
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
+    static Floats fill(float x) { return _mm256_set1_ps(x); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 
@@ -20,6 +21,11 @@ struct Avx2 {
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+
+    template <class Format>
+    static constexpr int place(int i) {
+        return std::is_same_v<Format, Bf16> ? i % width * 2 + i / width : i;
     }
 
     template <class Format>

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "multiply.hpp"
+#include "make_path.hpp"
 
 namespace {
 
@@ -13,9 +13,15 @@ struct Avx512 {
 
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
+    static Floats fill(float x) { return _mm512_set1_ps(x); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+
+    template <class Format>
+    static constexpr int place(int i) {
+        return std::is_same_v<Format, Bf16> ? i % width * 2 + i / width : i;
+    }
 
     template <class Format>
     static Pair<Avx512> widen(const std::byte* stored) {

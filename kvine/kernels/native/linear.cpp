@@ -1,5 +1,5 @@
 // Which paths this CPU runs, and a product shared out among threads.
-#include "linear.hpp"
+#include "kernels.hpp"
 
 #include <omp.h>
 
@@ -44,7 +44,7 @@ bool runs_here(const Path& path) {
 }
 
 std::int64_t weight_bytes(DType dtype, const Product& product) {
-    return product.out * product.in * (dtype == kFp32 ? 4 : 2);
+    return product.out * product.in * size_of(dtype);
 }
 
 void linear(const Path& path, DType dtype, const Product& product, int num_threads) {

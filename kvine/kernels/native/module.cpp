@@ -1,9 +1,11 @@
 // kvine.kernels._native: takes addresses and sizes, so that a call costs no conversion of tensors; _native.pyi types it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
 
 #include <optional>
+#include <tuple>
 
-#include "linear.hpp"
+#include "kernels.hpp"
 
 namespace nb = nanobind;
 using namespace kvine;
@@ -12,20 +14,70 @@ namespace {
 
 // Releasing the interpreter's lock costs about 10 µs, and more beside a busy thread: only for what takes over 100 µs.
 constexpr std::int64_t kLongRead = 4 << 20;
+constexpr std::int64_t kManyNumbers = 128 << 10;
 
-void linear_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t weight, std::uintptr_t bias,
-               std::uintptr_t y, std::int64_t rows, std::int64_t in, std::int64_t out, int num_threads) {
+DType checked(int dtype) {
     if (dtype < 0 || dtype >= kNumDTypes) throw nb::value_error("no such dtype");
-    const Product product{reinterpret_cast<const std::byte*>(x),
-                          reinterpret_cast<const std::byte*>(weight),
-                          reinterpret_cast<const std::byte*>(bias),
-                          reinterpret_cast<std::byte*>(y),
-                          rows,
-                          in,
-                          out};
+    return DType(dtype);
+}
+
+const std::byte* at(std::uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
+std::byte* into(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+const float* floats_at(std::uintptr_t address) { return reinterpret_cast<const float*>(address); }
+
+// Computes without the interpreter's lock if that pays.
+template <class Compute>
+void run(bool takes_long, const Compute& compute) {
     std::optional<nb::gil_scoped_release> released;
-    if (weight_bytes(DType(dtype), product) > kLongRead) released.emplace();
-    linear(path, DType(dtype), product, num_threads);
+    if (takes_long) released.emplace();
+    compute();
+}
+
+// A weight that stays where it is, bound once: what changes from call to call is then little.
+struct BoundLinear {
+    const Path* path;
+    DType dtype;
+    Product product;
+
+    void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
+        Product call = product;
+        call.x = at(x), call.y = into(y), call.rows = rows;
+        run(weight_bytes(dtype, call) > kLongRead, [&] { linear(*path, dtype, call, num_threads); });
+    }
+};
+
+BoundLinear bind(const Path& path, int dtype, std::uintptr_t weight, std::uintptr_t bias, std::int64_t in,
+                 std::int64_t out) {
+    return {&path, checked(dtype), {nullptr, at(weight), at(bias), nullptr, 0, in, out}};
+}
+
+void rms_norm_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t weight, std::uintptr_t y,
+                 std::int64_t rows, std::int64_t width, float eps, int num_threads) {
+    const Norm norm{at(x), floats_at(weight), into(y), rows, width, eps};
+    const DType format = checked(dtype);
+    run(rows * width > kManyNumbers, [&] { rms_norm(path, format, norm, num_threads); });
+}
+
+void rotate_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t y,
+               std::int64_t rows, std::int64_t heads, std::int64_t width, std::int64_t rotary, int num_threads) {
+    const Rotation rotation{at(x), floats_at(cos), floats_at(sin), into(y), rows, heads, width, rotary};
+    const DType format = checked(dtype);
+    run(rows * heads * width > kManyNumbers, [&] { rotate(path, format, rotation, num_threads); });
+}
+
+// `plan` is [num_requests, 4], the fields of Decode::Request, and behind it the tables.
+void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
+               std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
+               std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
+               std::int64_t sinks, float scale, float softcap, int num_threads) {
+    const auto [dtype, k_dtype, v_dtype] = dtypes;
+    static_assert(sizeof(Decode::Request) == 4 * sizeof(std::int64_t));
+    const auto* requests = reinterpret_cast<const Decode::Request*>(plan);
+    const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
+    const Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
+                      group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
+                      checked(k_dtype), checked(v_dtype)};
+    run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
 // The paths that this CPU runs, the fastest first.
@@ -46,6 +98,12 @@ NB_MODULE(_native, m) {
     m.attr("FP32") = static_cast<int>(kFp32);
     m.attr("BF16") = static_cast<int>(kBf16);
     m.attr("FP16") = static_cast<int>(kFp16);
-    nb::class_<Path>(m, "Path").def_ro("name", &Path::name).def("linear", &linear_at);
+    nb::class_<Path>(m, "Path")
+        .def_ro("name", &Path::name)
+        .def("linear", &bind)
+        .def("rms_norm", &rms_norm_at)
+        .def("rotate", &rotate_at)
+        .def("decode", &decode_at);
+    nb::class_<BoundLinear>(m, "Linear").def("__call__", &BoundLinear::operator());
     m.def("paths", &paths);
 }

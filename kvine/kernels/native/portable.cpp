@@ -1,5 +1,5 @@
 // Plain C++, for every other CPU: loops of a fixed length that compilers turn into what vectors there are.
-#include "multiply.hpp"
+#include "make_path.hpp"
 
 namespace {
 
@@ -17,6 +17,12 @@ struct Portable {
         return v;
     }
 
+    static Floats fill(float x) {
+        Floats v;
+        for (float& at : v.at) at = x;
+        return v;
+    }
+
     static void store(float* to, const Floats& v) { std::memcpy(to, v.at, sizeof v.at); }
 
     static Floats fma(const Floats& a, const Floats& b, Floats c) {
@@ -26,6 +32,11 @@ struct Portable {
 
     static float sum(const Floats& v) {
         return ((v.at[0] + v.at[4]) + (v.at[2] + v.at[6])) + ((v.at[1] + v.at[5]) + (v.at[3] + v.at[7]));
+    }
+
+    template <class Format>
+    static constexpr int place(int i) {
+        return i;
     }
 
     template <class Format>

@@ -1,0 +1,198 @@
+// Attention of single queries, shared out among threads by request, KV head and stretch of the context.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "formats.hpp"
+#include "kernels.hpp"
+
+namespace kvine {
+namespace {
+
+// Keys that one thread takes at a time. Stretches lie at multiples of it whoever computes them, and are put together in
+// their order, so that a result depends on its own sequence alone.
+constexpr std::int64_t kStretch = 256;
+
+// Waking a thread takes a few microseconds, in which one core reads this much.
+constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
+
+float load(DType dtype, const std::byte* from, std::int64_t at) {
+    switch (dtype) {
+        case kBf16: return load_scalar<Bf16>(from + at * Bf16::size);
+        case kFp16: return load_scalar<Fp16>(from + at * Fp16::size);
+        default: return load_scalar<Fp32>(from + at * Fp32::size);
+    }
+}
+
+void store(DType dtype, std::byte* to, std::int64_t at, float value) {
+    switch (dtype) {
+        case kBf16: return store_scalar<Bf16>(to + at * Bf16::size, value);
+        case kFp16: return store_scalar<Fp16>(to + at * Fp16::size, value);
+        default: return store_scalar<Fp32>(to + at * Fp32::size, value);
+    }
+}
+
+// What is known of a stretch: for each head of a group the greatest score, the sum of weights, and the weighted values.
+class Partials {
+  public:
+    Partials(std::int64_t count, std::int64_t group, std::int64_t stride)
+        : group_(group), size_(group * (2 + stride)), stride_(stride) {
+        thread_local std::vector<float> kept;
+        const auto needed = static_cast<std::size_t>(count * size_);
+        if (kept.size() < needed) kept.resize(needed);
+        floats_ = kept.data();
+    }
+
+    float* greatest(std::int64_t i) const { return floats_ + i * size_; }
+    float* sum(std::int64_t i) const { return greatest(i) + group_; }
+    float* values(std::int64_t i) const { return sum(i) + group_; }
+
+    void clear(std::int64_t i) const {
+        std::fill_n(greatest(i), group_, -std::numeric_limits<float>::infinity());
+        std::fill_n(sum(i), group_ * (1 + stride_), 0.0f);
+    }
+
+  private:
+    std::int64_t group_, size_, stride_;
+    float* floats_;
+};
+
+// One stretch of one request's context, for the query heads of one KV head.
+class Stretch {
+  public:
+    Stretch(const Path& path, const Decode& task, const Decode::Request& request, std::int64_t kv_head)
+        : path_(path), task_(task), request_(request), kv_head_(kv_head),
+          stride_((task.width + path.step - 1) / path.step * path.step), x_(task.group * stride_),
+          scores_(task.group * kTileKeys) {}
+
+    void attend(std::int64_t begin, std::int64_t end, float* greatest, float* sum, float* values) {
+        const std::int64_t sinks = std::min(task_.sinks, request_.length);
+        read(task_.q_sink ? task_.q_sink : task_.q, begin, std::min(end, sinks), greatest, sum, values);
+        read(task_.q, std::max({begin, sinks, request_.start}), std::min(end, request_.length), greatest, sum, values);
+    }
+
+  private:
+    void read(const std::byte* q, std::int64_t begin, std::int64_t end, float* greatest, float* sum, float* values) {
+        if (begin >= end) return;
+        arrange(q);
+        for (std::int64_t at = begin; at < end;) {
+            const int count = static_cast<int>(std::min(end - at, kTileKeys - at % kTileKeys));
+            const std::byte *keys[kTileKeys], *rows[kTileKeys];
+            locate(at, count, keys, rows);
+            path_.score[task_.k_dtype](x_.data(), task_.group, task_.width, keys, count, scores_.data());
+            for (std::int64_t head = 0; head < task_.group; ++head) {
+                const float shrunk = path_.weigh(scores_.data() + head * kTileKeys, count, task_.scale, task_.softcap,
+                                                 greatest[head], sum[head]);
+                if (shrunk != 1.0f)
+                    for (std::int64_t i = 0; i < stride_; ++i) values[head * stride_ + i] *= shrunk;
+            }
+            path_.add[task_.v_dtype](scores_.data(), task_.group, task_.width, rows, count, values);
+            at += count;
+        }
+    }
+
+    // The queries in fp32, in the order in which the keys are widened.
+    void arrange(const std::byte* q) {
+        const int* order = path_.order[task_.k_dtype];
+        const std::int64_t first = (request_.row * task_.kv_heads + kv_head_) * task_.group * task_.width;
+        for (std::int64_t head = 0; head < task_.group; ++head)
+            for (std::int64_t i = 0; i < stride_; ++i) {
+                const std::int64_t from = i - i % path_.step + order[i % path_.step];
+                x_[head * stride_ + i] =
+                    from < task_.width ? load(task_.dtype, q, first + head * task_.width + from) : 0.0f;
+            }
+    }
+
+    void locate(std::int64_t begin, int count, const std::byte** keys, const std::byte** rows) const {
+        const std::int64_t k_size = task_.width * size_of(task_.k_dtype), v_size = task_.width * size_of(task_.v_dtype);
+        const std::int64_t* table = task_.tables + request_.table;
+        for (int i = 0; i < count; ++i) {
+            const std::int64_t block = (begin + i) / task_.block_size, offset = (begin + i) % task_.block_size;
+            const std::int64_t row = (table[block] * task_.kv_heads + kv_head_) * task_.block_size + offset;
+            keys[i] = task_.k + row * k_size;
+            rows[i] = task_.v + row * v_size;
+        }
+    }
+
+    const Path& path_;
+    const Decode& task_;
+    const Decode::Request& request_;
+    std::int64_t kv_head_, stride_;
+    std::vector<float> x_, scores_;
+};
+
+// Puts the stretches of one request and KV head together and writes its part of y.
+void finish(const Path& path, const Decode& task, const Partials& partials, std::int64_t first, std::int64_t count,
+            std::int64_t row, std::int64_t kv_head) {
+    const std::int64_t stride = (task.width + path.step - 1) / path.step * path.step;
+    const int* order = path.order[task.v_dtype];
+    std::vector<float> factors(static_cast<std::size_t>(count));
+    for (std::int64_t head = 0; head < task.group; ++head) {
+        float greatest = -std::numeric_limits<float>::infinity(), sum = 0;
+        for (std::int64_t i = 0; i < count; ++i) greatest = std::max(greatest, partials.greatest(first + i)[head]);
+        for (std::int64_t i = 0; i < count; ++i) {
+            factors[i] = std::exp(partials.greatest(first + i)[head] - greatest);
+            sum += factors[i] * partials.sum(first + i)[head];
+        }
+        const std::int64_t to = ((row * task.kv_heads + kv_head) * task.group + head) * task.width;
+        for (std::int64_t i = 0; i < stride; ++i) {
+            const std::int64_t at = i - i % path.step + order[i % path.step];
+            if (at >= task.width) continue;
+            float value = 0;
+            for (std::int64_t n = 0; n < count; ++n) value += factors[n] * partials.values(first + n)[head * stride + i];
+            store(task.dtype, task.y, to + at, value / sum);
+        }
+    }
+}
+
+}  // namespace
+
+std::int64_t context_bytes(const Decode& task) {
+    std::int64_t keys = 0;
+    for (std::int64_t r = 0; r < task.num_requests; ++r) {
+        const Decode::Request& request = task.requests[r];
+        keys += request.length - std::max<std::int64_t>(request.start - task.sinks, 0);
+    }
+    return keys * task.kv_heads * task.width * (size_of(task.k_dtype) + size_of(task.v_dtype));
+}
+
+void decode(const Path& path, const Decode& task, int num_threads) {
+    std::vector<std::int64_t> first{0};  // stretch of each request, for its first KV head
+    for (std::int64_t r = 0; r < task.num_requests; ++r)
+        first.push_back(first.back() + (task.requests[r].length + kStretch - 1) / kStretch * task.kv_heads);
+    const std::int64_t stride = (task.width + path.step - 1) / path.step * path.step;
+    const Partials partials(first.back(), task.group, stride);
+
+    const auto attend = [&](std::int64_t i) {
+        const std::int64_t r = std::upper_bound(first.begin(), first.end(), i) - first.begin() - 1;
+        const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads, within = i - first[r];
+        const std::int64_t begin = within % per_head * kStretch;
+        partials.clear(i);
+        Stretch(path, task, task.requests[r], within / per_head)
+            .attend(begin, begin + kStretch, partials.greatest(i), partials.sum(i), partials.values(i));
+    };
+    const auto conclude = [&](std::int64_t i) {
+        const std::int64_t r = i / task.kv_heads, kv_head = i % task.kv_heads;
+        const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads;
+        finish(path, task, partials, first[r] + kv_head * per_head, per_head, task.requests[r].row, kv_head);
+    };
+    const std::int64_t useful = context_bytes(task) / kLeastBytesOfThread;
+    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, std::max(num_threads, 1)));
+    if (threads == 1) {
+        for (std::int64_t i = 0; i < first.back(); ++i) attend(i);
+        for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) conclude(i);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (std::int64_t i = 0; i < first.back(); ++i) attend(i);
+#pragma omp for
+        for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) conclude(i);
+    }
+}
+
+}  // namespace kvine

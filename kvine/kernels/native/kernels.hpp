@@ -1,0 +1,114 @@
+// What the kernels compute, and the instruction sets that they are compiled for.
+//
+// All tensors are row-major and contiguous, at any address, in one dtype but where fp32 is said.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvine {
+
+enum DType : int { kFp32, kBf16, kFp16, kNumDTypes };
+
+constexpr std::int64_t size_of(DType dtype) { return dtype == kFp32 ? 4 : 2; }
+
+// y = x Wᵀ + b, of few rows.
+struct Product {
+    const std::byte* x;       // [rows, in]
+    const std::byte* weight;  // [out, in]
+    const std::byte* bias;    // [out], or null
+    std::byte* y;             // [rows, out]
+    std::int64_t rows, in, out;
+};
+
+// y = x / sqrt(mean(x²) + eps) * weight, of each row.
+struct Norm {
+    const std::byte* x;   // [rows, width]
+    const float* weight;  // [width]
+    std::byte* y;         // [rows, width]
+    std::int64_t rows, width;
+    float eps;
+};
+
+// y = x * cos + (x with the halves of its first `rotary` dimensions exchanged) * sin; the other dimensions are copied.
+struct Rotation {
+    const std::byte* x;      // [rows, heads, width]
+    const float *cos, *sin;  // [rows, rotary]
+    std::byte* y;            // [rows, heads, width]
+    std::int64_t rows, heads, width, rotary;
+};
+
+// Attention of requests with one query each: softmax(q Kᵀ * scale) V over what it may see of its own blocks.
+struct Decode {
+    struct Request {
+        std::int64_t row;     // of q and y
+        std::int64_t length;  // keys up to its own
+        std::int64_t start;   // the first key that its window reaches
+        std::int64_t table;   // where its block table begins
+    };
+
+    const std::byte *q, *q_sink;  // [rows, kv_heads * group, width]; q_sink reads the sinks, or is null and q does
+    const std::byte *k, *v;       // [blocks, kv_heads, block_size, width], in dtypes of their own
+    std::byte* y;                 // like q
+    const Request* requests;
+    const std::int64_t* tables;  // of blocks, each by position
+    std::int64_t num_requests, kv_heads, group, width, block_size;
+    std::int64_t sinks;    // so many first keys are seen whatever the window
+    float scale, softcap;  // a score s becomes c * tanh(s / c); a cap of 0 is none
+    DType dtype, k_dtype, v_dtype;
+};
+
+// Keys that are scored at a time.
+constexpr int kTileKeys = 64;
+
+// One instruction set. The functions work on the calling thread; each but the first on a range of rows or outputs.
+struct Path {
+    const char* name;
+    std::int64_t step;  // how many weights of a row are taken at once
+
+    // Widens x to fp32 in the order that `multiply` reads, each row filled up with zeros to a multiple of `step`.
+    void (*arrange[kNumDTypes])(const Product&, float* arranged);
+
+    // Computes y[:, begin:end].
+    void (*multiply[kNumDTypes])(const Product&, const float* arranged, std::int64_t begin, std::int64_t end);
+
+    // Compute y[begin:end].
+    void (*normalize[kNumDTypes])(const Norm&, std::int64_t begin, std::int64_t end);
+    void (*rotate[kNumDTypes])(const Rotation&, std::int64_t begin, std::int64_t end);
+
+    // What attention is made of. `rows` are up to kTileKeys rows of K or of V; x and sums are [group, stride] in fp32, in
+    // the order that a dtype is widened in: at place i of a step is number order[dtype][i] of it. `stride` is the width
+    // filled up to whole steps.
+    const int* order[kNumDTypes];
+    void (*score[kNumDTypes])(const float* x, std::int64_t group, std::int64_t width, const std::byte* const* rows,
+                              int count, float* scores);  // [group, kTileKeys]
+    void (*add[kNumDTypes])(const float* weights, std::int64_t group, std::int64_t width, const std::byte* const* rows,
+                            int count, float* sums);
+    // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
+    // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
+    float (*weigh)(float* scores, int count, float scale, float softcap, float& greatest, float& sum);
+};
+
+extern const Path portable;
+#ifdef KVINE_X86
+extern const Path avx2, avx512;
+#endif
+
+// Whether this CPU and its system run the path.
+bool runs_here(const Path& path);
+
+// Bytes of weights that a product reads from memory.
+std::int64_t weight_bytes(DType dtype, const Product& product);
+
+// Each computes y on up to `num_threads` threads. A sum is one of fp32, rounded once, in an order that depends on the
+// path and on its length alone: not on the other rows, and not on the number of threads. Where nothing is summed, all
+// paths give the same bits.
+void linear(const Path& path, DType dtype, const Product& product, int num_threads);
+void rms_norm(const Path& path, DType dtype, const Norm& norm, int num_threads);
+void rotate(const Path& path, DType dtype, const Rotation& rotation, int num_threads);
+void decode(const Path& path, const Decode& task, int num_threads);
+
+// Bytes of K and V that attention reads at most.
+std::int64_t context_bytes(const Decode& task);
+
+}  // namespace kvine

@@ -1,0 +1,71 @@
+// What the loops of all kernels share. They are written once for all instruction sets; each unit that includes them
+// brings its own `Lanes`:
+//
+//   width                   fp32 numbers in a vector
+//   Floats                  such a vector: zero(), load(from), store(to, v), fill(x), fma(a, b, c) = a * b + c, sum(v)
+//   widen<Format>(stored)   2 * width numbers at any address as two vectors, in an order of its choice: at place i of
+//                           the two is number place<Format>(i)
+#pragma once
+
+#include "formats.hpp"
+#include "kernels.hpp"
+
+namespace {
+
+template <class Lanes>
+struct Pair {
+    typename Lanes::Floats first, second;
+};
+
+template <class Lanes>
+constexpr std::int64_t kStep = 2 * Lanes::width;
+
+// How far ahead of its use a number is fetched. Past the end of a tensor this fetches nothing that is needed.
+constexpr std::int64_t kPrefetchBytes = 1024;
+
+// 4 × 3 sums, 3 vectors of x and one of what is read are the 16 registers of AVX2.
+constexpr int kTileOutputs = 4;
+constexpr int kTileRows = 3;
+
+// The last, incomplete step of a row, filled up with zeros: what lies behind the row's end is not ours to read, and
+// might be a NaN, which times zero is no zero.
+template <class Lanes, class Format>
+Pair<Lanes> widen_rest(const std::byte* stored, std::int64_t count) {
+    std::byte rest[kStep<Lanes> * Format::size] = {};
+    std::memcpy(rest, stored, count * Format::size);
+    return Lanes::template widen<Format>(rest);
+}
+
+template <class Lanes>
+constexpr std::int64_t padded(std::int64_t width) {
+    return (width + kStep<Lanes> - 1) / kStep<Lanes> * kStep<Lanes>;
+}
+
+// Products of `Outputs` rows at the addresses `stored` with `Rows` arranged rows of x, which lie `padded(width)` apart.
+template <class Lanes, class Format, int Outputs, int Rows>
+void dot_tile(const std::byte* const* stored, const float* x, std::int64_t width, float (&dots)[Outputs][Rows]) {
+    const std::int64_t stride = padded<Lanes>(width), whole = width - width % kStep<Lanes>;
+    typename Lanes::Floats sums[Outputs][Rows];
+    for (auto& of_output : sums)
+        for (auto& sum : of_output) sum = Lanes::zero();
+
+    const auto add = [&](int o, std::int64_t at, const Pair<Lanes>& pair) {
+        for (int r = 0; r < Rows; ++r)
+            sums[o][r] = Lanes::fma(pair.first, Lanes::load(x + r * stride + at), sums[o][r]);
+        for (int r = 0; r < Rows; ++r)
+            sums[o][r] = Lanes::fma(pair.second, Lanes::load(x + r * stride + at + Lanes::width), sums[o][r]);
+    };
+    for (std::int64_t at = 0; at < whole; at += kStep<Lanes>)
+        for (int o = 0; o < Outputs; ++o) {
+            const std::byte* next = stored[o] + at * Format::size;
+            __builtin_prefetch(next + kPrefetchBytes);
+            add(o, at, Lanes::template widen<Format>(next));
+        }
+    if (whole < width)
+        for (int o = 0; o < Outputs; ++o)
+            add(o, whole, widen_rest<Lanes, Format>(stored[o] + whole * Format::size, width - whole));
+    for (int o = 0; o < Outputs; ++o)
+        for (int r = 0; r < Rows; ++r) dots[o][r] = Lanes::sum(sums[o][r]);
+}
+
+}  // namespace

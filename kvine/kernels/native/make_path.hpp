@@ -1,0 +1,38 @@
+// All kernels of one instruction set, from its `Lanes` (lanes.hpp).
+#pragma once
+
+#include <array>
+
+#include "attend.hpp"
+#include "multiply.hpp"
+#include "row_loops.hpp"
+
+namespace {
+
+template <class Lanes, class Format>
+constexpr auto make_order() {
+    std::array<int, kStep<Lanes>> order{};
+    for (int i = 0; i < kStep<Lanes>; ++i) order[i] = Lanes::template place<Format>(i);
+    return order;
+}
+
+template <class Lanes, class Format>
+constexpr auto kOrder = make_order<Lanes, Format>();
+
+template <class Lanes>
+constexpr kvine::Path make_path(const char* name) {
+    return {
+        name,
+        kStep<Lanes>,
+        {arrange<Lanes, Fp32>, arrange<Lanes, Bf16>, arrange<Lanes, Fp16>},
+        {multiply<Lanes, Fp32>, multiply<Lanes, Bf16>, multiply<Lanes, Fp16>},
+        {normalize<Lanes, Fp32>, normalize<Lanes, Bf16>, normalize<Lanes, Fp16>},
+        {rotate<Lanes, Fp32>, rotate<Lanes, Bf16>, rotate<Lanes, Fp16>},
+        {kOrder<Lanes, Fp32>.data(), kOrder<Lanes, Bf16>.data(), kOrder<Lanes, Fp16>.data()},
+        {score<Lanes, Fp32>, score<Lanes, Bf16>, score<Lanes, Fp16>},
+        {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},
+        weigh,
+    };
+}
+
+}  // namespace

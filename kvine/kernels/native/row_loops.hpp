@@ -1,0 +1,69 @@
+// The loops of what is computed row by row. What is not summed is written as plain loops over arrays in fp32, which
+// compilers turn into vectors.
+#pragma once
+
+#include <cmath>
+
+#include "lanes.hpp"
+
+namespace {
+
+using kvine::Norm;
+using kvine::Rotation;
+
+template <class Lanes, class Format>
+float sum_of_squares(const std::byte* x, std::int64_t width) {
+    const std::int64_t whole = width - width % kStep<Lanes>;
+    typename Lanes::Floats first = Lanes::zero(), second = Lanes::zero();
+    const auto add = [&](const Pair<Lanes>& pair) {
+        first = Lanes::fma(pair.first, pair.first, first);
+        second = Lanes::fma(pair.second, pair.second, second);
+    };
+    for (std::int64_t at = 0; at < whole; at += kStep<Lanes>)
+        add(Lanes::template widen<Format>(x + at * Format::size));
+    if (whole < width) add(widen_rest<Lanes, Format>(x + whole * Format::size, width - whole));
+    return Lanes::sum(first) + Lanes::sum(second);
+}
+
+template <class Lanes, class Format>
+void normalize(const Norm& norm, std::int64_t begin, std::int64_t end) {
+    const std::int64_t width = norm.width;
+    const float* __restrict weight = norm.weight;
+    for (std::int64_t row = begin; row < end; ++row) {
+        const std::byte* __restrict x = norm.x + row * width * Format::size;
+        std::byte* __restrict y = norm.y + row * width * Format::size;
+        const float mean = sum_of_squares<Lanes, Format>(x, width) / static_cast<float>(width);
+        const float scale = 1.0f / std::sqrt(mean + norm.eps);
+        for (std::int64_t at = 0; at < width; ++at)
+            store_scalar<Format>(y + at * Format::size,
+                                 load_scalar<Format>(x + at * Format::size) * scale * weight[at]);
+    }
+}
+
+// One half of a head: y = x * cos + partner * sin.
+template <class Format>
+void rotate_half(const std::byte* __restrict x, const std::byte* __restrict partner, const float* __restrict cos,
+                 const float* __restrict sin, std::byte* __restrict y, std::int64_t count) {
+    for (std::int64_t at = 0; at < count; ++at)
+        store_scalar<Format>(y + at * Format::size, load_scalar<Format>(x + at * Format::size) * cos[at] +
+                                                        load_scalar<Format>(partner + at * Format::size) * sin[at]);
+}
+
+template <class Lanes, class Format>
+void rotate(const Rotation& rotation, std::int64_t begin, std::int64_t end) {
+    const std::int64_t half = rotation.rotary / 2, size = rotation.width * Format::size;
+    for (std::int64_t row = begin; row < end; ++row) {
+        const float* cos = rotation.cos + row * rotation.rotary;
+        const float* sin = rotation.sin + row * rotation.rotary;
+        for (std::int64_t head = row * rotation.heads; head < (row + 1) * rotation.heads; ++head) {
+            const std::byte* x = rotation.x + head * size;
+            std::byte* y = rotation.y + head * size;
+            const std::int64_t second = half * Format::size, rest = 2 * second;
+            rotate_half<Format>(x, x + second, cos, sin, y, half);
+            rotate_half<Format>(x + second, x, cos + half, sin + half, y + second, half);
+            if (rest < size) std::memcpy(y + rest, x + rest, size - rest);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,84 @@
+"""What is computed row by row, in each instruction set: RMSNorm and rotation."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvine import kernels
+from kvine.rope import RopeConfig, RotaryEmbedding, rotate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS32 = torch.finfo(torch.float32).eps
+CPU = torch.device("cpu")
+
+every_path = pytest.mark.parametrize("path", kernels.available())
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(y: Tensor, exact: Tensor, error: Tensor | float) -> bool:
+    """Within `error` and one rounding to y's dtype."""
+    limits = torch.finfo(y.dtype)
+    bound = error + exact.abs() * limits.eps / 2 + limits.smallest_normal * limits.eps
+    return bool(((y.double() - exact).abs() <= bound).all())
+
+
+@every_path
+@every_dtype
+def test_rms_norm_of_every_width(path: str, dtype: torch.dtype) -> None:
+    native = kernels.load(path)
+    for width, rows in itertools.product((1, 7, 16, 31, 33, 64, 576, 2049), (0, 1, 2, 9, 300)):
+        x, weight = randn(rows, width, dtype=dtype), randn(width, seed=1)
+        y = native.rms_norm(x, weight, 1e-5)
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        assert y.dtype == dtype and y.shape == x.shape
+        assert close(y, exact, exact.abs() * EPS32 * (4 + width / 32)), (width, rows)
+
+
+@every_path
+@every_dtype
+def test_a_norm_depends_on_its_own_row_alone(path: str, dtype: torch.dtype) -> None:
+    native, before = kernels.load(path), torch.get_num_threads()
+    x, weight = randn(400, 3, 100, dtype=dtype), randn(100, seed=1)
+    whole = native.rms_norm(x, weight, 1e-6)
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(native.rms_norm(x, weight, 1e-6), whole)
+    finally:
+        torch.set_num_threads(before)
+    for row in (0, 17, 399):
+        assert torch.equal(native.rms_norm(x[row], weight, 1e-6), whole[row])
+    x[5] = torch.nan
+    broken = native.rms_norm(x, weight, 1e-6)
+    assert broken[5].isnan().all() and torch.equal(broken[6:], whole[6:])
+
+
+@every_path
+@every_dtype
+def test_rotation_is_two_products_and_a_sum_each_rounded(path: str, dtype: torch.dtype) -> None:
+    """Nothing is summed over a row, so that all instruction sets give the same bits."""
+    native = kernels.load(path)
+    for width, rotary in ((8, 8), (64, 64), (66, 66), (20, 12), (128, 32), (256, 256)):
+        rope = RotaryEmbedding(RopeConfig(10_000.0, rotary), CPU)
+        for rows, heads in ((0, 2), (1, 1), (1, 9), (5, 3), (200, 4)):
+            x = randn(rows, heads, width, dtype=dtype)
+            cos, sin = rope.cos_sin(torch.arange(rows) * 3 + 1)
+            y, turned = native.rotate(x, cos, sin), x[..., :rotary].float()
+            expected = turned * cos + turned.roll(rotary // 2, -1) * sin
+            assert torch.equal(y[..., :rotary], expected.to(dtype)) and torch.equal(y[..., rotary:], x[..., rotary:])
+            # torch may round once less, which can decide the rounding to a narrower dtype
+            torch.testing.assert_close(y, rotate(x, cos, sin), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@every_path
+def test_a_rotary_embedding_uses_the_kernels_where_they_can_read(path: str) -> None:
+    rope = RotaryEmbedding(RopeConfig(10_000.0, 16), CPU, native=kernels.load(path))
+    cos, sin = rope.cos_sin(torch.arange(4))
+    for x in (randn(4, 2, 16), randn(4, 16, 2).transpose(1, 2), randn(4, 2, 16).double()):
+        torch.testing.assert_close(rope.rotate(x, cos, sin), rotate(x, cos, sin), rtol=0, atol=1e-6)
