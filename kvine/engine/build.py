@@ -123,6 +123,15 @@ def choose_backend(name: str, spec: CacheSpec, device: torch.device) -> Backend:
     raise ConfigError(f"No attention backend called {name!r} can serve this cache.")
 
 
+def usable_backends(specs: Sequence[CacheSpec], device: torch.device) -> tuple[str, ...]:
+    """The backends that can serve all of these, in the order in which `auto` prefers them."""
+    return tuple(
+        name
+        for name, backend_class in BACKENDS.items()
+        if all(backend_class().unsupported(spec, device) is None for spec in specs)
+    )
+
+
 def _ropes(model: LoadedModel) -> dict[RopeConfig, RotaryEmbedding]:
     native = kernels.chosen() if model.device.type == "cpu" else None
     return {layer.rope: RotaryEmbedding(layer.rope, model.device, native=native) for layer in model.config.layers}

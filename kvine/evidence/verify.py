@@ -223,7 +223,7 @@ def _design(llm: LLM, options: CellOptions, progress: Progress) -> CellRuns:
         raise RequestError(f"Comparing needs at least 1 new token; {options.new_tokens} were asked for.")
     encoded = prompts.encode(options.prompts, lambda prompt: checked_ids(llm.encode(prompt), llm.parts.vocab_size))
     dtypes = tuple(dict.fromkeys((DTYPE_NAMES[llm.model.dtype], "fp32")))
-    scope = Scope(llm.model.config, encoded, dtypes, options.new_tokens, options.quick)
+    scope = Scope(llm.model.config, encoded, dtypes, options.new_tokens, options.quick, llm.model.device)
     return CellRuns(scope, cover(registered(scope), options.seed), progress)
 
 

@@ -52,7 +52,7 @@ def test_a01_uneven_texts_split_anywhere_and_continued(tiny: Make, arch: str) ->
     assert [o.tokens for o in outcomes] == expected
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "native"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a02_no_row_is_ever_without_a_key(tiny: Make, backend: str, dtype: str) -> None:
     """No padding, so no row is masked everywhere: each query sees itself; all stays finite."""
@@ -64,7 +64,7 @@ def test_a02_no_row_is_ever_without_a_key(tiny: Make, backend: str, dtype: str) 
     assert len(seen) > 50 and all(seen)
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "native"])
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17, 25])
 def test_a04_prompts_around_the_window_then_appends_of_every_kind(tiny: Make, length: int, backend: str) -> None:
     model = Tiny(*tiny("TH"))
@@ -193,7 +193,11 @@ def test_greedy_tokens_survive_preemption(tiny: Make, arch: str) -> None:
 def test_window_and_sinks_equal_the_cache_free_engine_with_the_same_view(tiny: Make, arch: str, rule: Any) -> None:
     model = Tiny(*tiny(arch))
     prompts = PROMPTS[:3]
-    for sinks, window, block_size, chunk, backend in [(3, 6, 4, 5, "sdpa"), (5, 7, 2, 2_048, "reference")]:
+    for sinks, window, block_size, chunk, backend in [
+        (3, 6, 4, 5, "sdpa"),
+        (5, 7, 2, 2_048, "reference"),
+        (4, 9, 3, 1, "native"),
+    ]:
         cache = CacheConfig(block_size=block_size, window=window, sink_tokens=sinks, sink_rule=rule)
         engine = model.engine(cache, EngineConfig(chunk, backend=backend))
         expected = [o.tokens for o in serve(model.cache_free(cache), prompts, EIGHT)]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from tiny_models import VOCAB, random_prompt, write_checkpoint
 
 from kvine.engine.build import standard_parts
@@ -28,7 +29,8 @@ class Lab:
         source = write_checkpoint(folder, kind, seed)
         self._models = {dtype: load_model(source, dtype=dtype, device="cpu") for dtype in ("fp32", "bf16")}
         prompts = tuple(Prompt(f"{n} tokens", tuple(random_prompt(n, seed + n))) for n in LENGTHS)
-        self.scope = Scope(self._models["fp32"].config, prompts, ("fp32", "bf16"), NEW_TOKENS, quick)
+        cpu = torch.device("cpu")
+        self.scope = Scope(self._models["fp32"].config, prompts, ("fp32", "bf16"), NEW_TOKENS, quick, cpu)
         self.factors = registered(self.scope)
         self._oracles = {dtype: Oracle(model, VOCAB) for dtype, model in self._models.items()}
 

@@ -34,7 +34,7 @@ def random_configuration(seed: int) -> Configuration:
     return Configuration(
         chance.choice(["llama", "qwen3", "gemma3"]),
         chance.choice(["fp32", "fp32", "bf16", "fp16"]),
-        chance.choice(["sdpa", "sdpa", "reference"]),
+        chance.choice(["native", "sdpa", "reference"]),
         CacheConfig(
             block_size=chance.choice([1, 2, 3, 4, 5, 8, 16, 32]),
             kv_dtype=chance.choice(["exact", "exact", "fp32", "fp16", "bf16"]),

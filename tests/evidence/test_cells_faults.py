@@ -60,7 +60,7 @@ def test_a_fault_of_one_level_is_seen_and_located(lab: Lab, factor: str) -> None
         names = {name: level.name for name, level in cell.items()}
         if names[factor] in case.levels or not case.meets(factor, names):
             cells[names[factor] in case.levels].append(cell)
-    report = lab.run(cells[True][:6], case.fault)
+    report = lab.run(cells[True][:10], case.fault)
     assert report.faults, [(dict(cell.factors), cell.gap, cell.bound) for cell in report.cells]
     if case.tensor is None:
         assert any(cell.reason for cell in report.faults)

@@ -52,7 +52,7 @@ def counter(subject: Subject, all_logits: bool = False) -> Counter:
 
 @pytest.mark.parametrize("cache", [CacheConfig(block_size=4), CacheConfig(block_size=4, window=9)])
 def test_scores_are_those_that_attention_was_asked_for(tmp_path: Path, cache: CacheConfig) -> None:
-    subject = Subject.load(write_checkpoint(tmp_path, "llama"), "fp32", cache)
+    subject = Subject.load(write_checkpoint(tmp_path, "llama"), "fp32", cache, backend="sdpa")
     ids, count = random_prompt(31), counter(subject)
     with scores_computed() as asked:
         subject.dense.logits(ids, last=True)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvine.evidence.cells.setup import Prompt, Setup
 from kvine.models.config import ModelConfig
 
@@ -71,6 +73,7 @@ class Scope:
         dtypes: what the model computes in.
         new_tokens: after each prompt.
         quick: whether few levels should do.
+        device: where the model is.
     """
 
     model: ModelConfig
@@ -78,6 +81,7 @@ class Scope:
     dtypes: tuple[str, ...]
     new_tokens: int
     quick: bool
+    device: torch.device
 
 
 FactorMaker = Callable[[Scope], Factor]

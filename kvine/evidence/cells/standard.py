@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvine.config import KV_DTYPES
-from kvine.engine.build import BACKENDS
+from kvine.config import KV_DTYPES, CacheConfig
+from kvine.engine.build import usable_backends
 from kvine.evidence.cells.drive import WRONG_TOKENS, cropped, edited, forked, queued
 from kvine.evidence.cells.factors import Factor, Level, Scope, register
 from kvine.evidence.cells.setup import Setup
+from kvine.models.cache_specs import cache_specs
 
 WINDOW, SINKS = 12, 3  # shorter than most prompts; sinks end within a block, whatever its size but 1 and 3
 PREEMPT_EVERY = 3  # steps
@@ -164,9 +165,9 @@ def history(scope: Scope) -> Factor:
 @register
 def backend(scope: Scope) -> Factor:
     """The attention backend: each that an engine can be built with."""
+    names = usable_backends(cache_specs(scope.model, CacheConfig()), scope.device)
     return Factor(
-        "backend",
-        _levels(tuple(BACKENDS), lambda setup, name: replace(setup, engine=replace(setup.engine, backend=name))),
+        "backend", _levels(names, lambda setup, name: replace(setup, engine=replace(setup.engine, backend=name)))
     )
 
 
