@@ -162,6 +162,8 @@ class LLM:
         model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
         device: `auto`, `cpu`, `cuda` or `mps`.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
+        weights: `exact`, decoded to the dtype, or `auto`: a GGUF file's 8- and 4-bit weights stay packed on a CPU, and
+            what is multiplied with them is rounded to 8 bits.
         cache: how the past is kept.
         engine: how requests share the model.
         threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.
@@ -176,6 +178,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "exact",
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         threads: int | None = None,
@@ -184,7 +187,7 @@ class LLM:
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
-        self.model = load_model(self.source, dtype=dtype, device=device)
+        self.model = load_model(self.source, dtype=dtype, device=device, weights=weights)
         self.tokenizer = load_tokenizer(self.source)
         self.parts = standard_parts(
             self.model,

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from kvine.cli.options import CacheOptions, ModelOptions
+from kvine.cli.options import CacheOptions, ModelOptions, WeightOptions
 from kvine.cli.terminal import ended_by_interrupt, waiting
 
 if TYPE_CHECKING:
     from kvine.llm import LLM
 
 
-def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
+def open_llm(model: ModelOptions, cache: CacheOptions, weights: WeightOptions | None = None) -> "LLM":
     """Fetches the model if need be and loads it; progress is shown on stderr.
 
     Raises:
@@ -29,6 +29,7 @@ def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
             source,
             device=model.device,
             dtype=model.dtype,
+            weights=(weights or WeightOptions()).weights,
             cache=cache_config,
             engine=engine_config,
             threads=model.threads,

@@ -83,6 +83,15 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class WeightOptions:
+    """How the weights are kept."""
+
+    weights: Annotated[
+        str, _model("exact: decoded to dtype; auto: a GGUF file's 8- and 4-bit weights stay packed, on a CPU.")
+    ] = "exact"
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """How many tokens to generate, and how to choose each."""
 

@@ -65,6 +65,11 @@ class GGUFFile:
         decode(raw.view(-1, block_bytes), info.type, out.view(-1, block))
         return out
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """A matrix's blocks as they are stored: uint8 [rows, bytes of a row], in the mapped file's pages."""
+        info = self.tensors[name]
+        return self._map[info.offset : info.offset + info.nbytes].view(info.shape[0], -1)
+
     def header_digest(self) -> bytes:
         """SHA-256 of the header: metadata, vocabulary, and the tensors' names, shapes, types and offsets."""
         return hashlib.sha256(self._map[: self._header_bytes].numpy().data).digest()

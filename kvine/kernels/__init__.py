@@ -174,10 +174,9 @@ def load(name: str) -> Kernels:
     native = _load_native()
     if native is None:
         raise ConfigError(f"{name} kernels were asked for, but none are compiled. {REMEDY}")
-    dtypes = {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
     for path in native.paths():
         if path.name == name:
-            return Kernels(name, path, dtypes)
+            return Kernels(name, path, dtype_codes(native))
     raise ConfigError(f"This CPU cannot run {name} kernels. Set {VARIABLE} to one of {', '.join(available())}, off.")
 
 
@@ -194,6 +193,19 @@ def chosen() -> Kernels | None:
         return load(name)
     names = available()
     return load(names[0]) if names else None
+
+
+def require_native() -> "ModuleType":
+    """The extension itself. Raises ConfigError where it is not compiled."""
+    native = _load_native()
+    if native is None:
+        raise ConfigError(f"Packed weights need the compiled kernels. {REMEDY}")
+    return native
+
+
+def dtype_codes(native: "ModuleType") -> dict[torch.dtype, int]:
+    """The extension's names of the dtypes that it computes in."""
+    return {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
 
 
 @functools.cache

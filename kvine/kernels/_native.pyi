@@ -3,6 +3,9 @@ from typing import final
 FP32: int
 BF16: int
 FP16: int
+Q8_0: int
+Q4_0: int
+Q4_1: int
 
 @final
 class Path:
@@ -12,6 +15,11 @@ class Path:
     def name(self) -> str: ...
     def linear(self, dtype: int, weight: int, bias: int, in_features: int, out_features: int, /) -> Linear:
         """The product with a weight [out, in] that stays where it is; bias may be 0."""
+
+    def packed_linear(
+        self, dtype: int, packing: int, weight: int, bias: int, in_features: int, out_features: int, /
+    ) -> PackedLinear:
+        """The same with a packed weight; the dtype is that of x, y and the bias."""
 
     def rms_norm(
         self, dtype: int, x: int, weight: int, y: int, rows: int, width: int, eps: float, num_threads: int, /
@@ -66,6 +74,26 @@ class Linear:
 
     def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
         """y = x Wᵀ + bias."""
+
+@final
+class PackedLinear:
+    """A product with one packed weight, whose other factor is rounded to 8 bits in groups of 32."""
+
+    def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
+        """y = x Wᵀ + bias."""
+
+def pack(
+    packing: int, blocks: int, order: int, packed: int, in_features: int, out_features: int, num_threads: int, /
+) -> None:
+    """GGUF's blocks in the kernels' order; row i is row order[i] of the blocks, an int64, or row i if order is 0."""
+
+def packed_bytes(packing: int, in_features: int, out_features: int, /) -> int:
+    """What a packed weight takes."""
+
+def unpack_rows(
+    packing: int, packed: int, in_features: int, out_features: int, ids: int, count: int, dtype: int, rows: int, /
+) -> None:
+    """Rows with these int64 numbers, [count, in]. Raises IndexError if there is no such row."""
 
 def paths() -> list[Path]:
     """What this CPU runs, the fastest first."""

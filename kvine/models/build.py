@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvine import kernels
+from kvine.kernels.packed import PackedLinear, PackedWeight
 from kvine.models.config import ModelConfig
 from kvine.models.decoder import Decoder, DecoderLayer
 from kvine.models.layers import MLP, Embedding, Linear, RMSNorm
@@ -13,9 +14,9 @@ from kvine.models.matmul import choose_product
 
 
 def build_decoder(
-    config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    config: ModelConfig, weights: Mapping[str, Tensor | PackedWeight], dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """`weights` holds every role of `required_shapes(config)` on `device`: norms in fp32, the rest in `dtype`.
+    """`weights` holds every role of `required_shapes(config)` on `device`: norms in fp32, others in `dtype` or packed.
 
     Raises ConfigError if the environment asks for kernels that cannot run here.
     """
@@ -23,11 +24,21 @@ def build_decoder(
     bind = choose_product(dtype, device, native)
 
     def linear(role: str) -> Linear:
-        weight, bias = weights[f"{role}.weight"], weights.get(f"{role}.bias")
+        return product(weights[f"{role}.weight"], plain(f"{role}.bias") if f"{role}.bias" in weights else None)
+
+    def product(weight: Tensor | PackedWeight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, PackedWeight):
+            assert native is not None
+            return Linear(weight, bias, PackedLinear(native, weight, bias, dtype))
         return Linear(weight, bias, bind(weight, bias))
 
+    def plain(role: str) -> Tensor:
+        weight = weights[role]
+        assert isinstance(weight, Tensor)
+        return weight
+
     def norm(role: str) -> RMSNorm:
-        return RMSNorm(weights[f"{role}.weight"], config.norm_eps, native)
+        return RMSNorm(plain(f"{role}.weight"), config.norm_eps, native)
 
     def optional_norm(role: str) -> RMSNorm | None:
         return norm(role) if f"{role}.weight" in weights else None
@@ -54,8 +65,8 @@ def build_decoder(
         scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
     return Decoder(
         config,
-        Embedding(embedding, scale),
+        Embedding(embedding, scale, dtype),
         [layer(f"layers.{index}") for index in range(config.num_layers)],
         norm("final_norm"),
-        Linear(head, None, bind(head, None)),
+        product(head, None),
     )

@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvine.kernels import Kernels
+from kvine.kernels.packed import PackedWeight
 from kvine.models.config import Activation
 from kvine.models.matmul import Product
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A product with a weight, and a bias where there is one."""
+    """A product with a weight, exact or packed, and a bias where there is one."""
 
-    weight: Tensor  # [out, in]
+    weight: Tensor | PackedWeight  # [out, in]
     bias: Tensor | None
     product: Product  # with these two
 
@@ -50,14 +51,18 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of a table, times `scale`: a scalar of the weight's dtype (Gemma rounds it so) or None."""
+    """Rows of a table in `dtype`, times `scale`: a scalar of that dtype (Gemma rounds it so) or None."""
 
-    weight: Tensor  # [vocab, hidden]
+    weight: Tensor | PackedWeight  # [vocab, hidden]
     scale: Tensor | None
+    dtype: torch.dtype
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Token ids [N] -> [N, hidden]."""
-        rows = F.embedding(input_ids, self.weight)
+        if isinstance(self.weight, PackedWeight):
+            rows = self.weight.rows(input_ids, self.dtype)
+        else:
+            rows = F.embedding(input_ids, self.weight)
         return rows if self.scale is None else rows * self.scale
 
 

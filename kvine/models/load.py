@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvine.errors import ModelLoadError
+from kvine import kernels
+from kvine.errors import ConfigError, ModelLoadError
 from kvine.formats.gguf import GGUFFile
 from kvine.formats.safetensors import SafetensorsFiles
 from kvine.formats.tensor import TensorInfo
 from kvine.hub import ModelSource
+from kvine.kernels.packed import BLOCK_BYTES, PackedWeight
 from kvine.models.build import build_decoder
 from kvine.models.config import ModelConfig
 from kvine.models.config_gguf import config_from_gguf
@@ -28,6 +30,7 @@ from kvine.models.fields import Fields
 from kvine.models.names import check_tensors, gguf_names, hf_names, is_norm
 from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
 
+WEIGHTS = ("exact", "auto")
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
 _READERS = min(4, os.cpu_count() or 1)
@@ -43,7 +46,7 @@ class LoadedModel:
 
     `fingerprint` is SHA-256 over the config, the files' headers (names, shapes, types, offsets of all tensors, and
     for GGUF all metadata) and the first, middle and last 256 stored bytes of each tensor: it tells fine-tunes apart
-    without reading the weights. It does not include the compute dtype.
+    without reading the weights. It includes which weights stay packed, but not the compute dtype.
     """
 
     config: ModelConfig
@@ -78,13 +81,17 @@ class _Checkpoint:
     has_interleaved_heads: bool  # GGUF's llama: rows of q and k lie as llama.cpp rotates them
 
 
-def load_model(source: ModelSource, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    source: ModelSource, *, dtype: str = "auto", device: str = "auto", weights: str = "exact"
+) -> LoadedModel:
     """Load a safetensors folder or a GGUF file.
 
     `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
     `choose_dtype` for what auto takes. On a CPU, safetensors weights stored in the chosen dtype are memory-mapped
-    and not copied. Raises ModelLoadError, naming file and tensor or key, for a checkpoint that is damaged, incomplete,
-    contradictory or of an unknown kind, and ConfigError for a device or dtype that this machine does not have.
+    and not copied. `weights` is exact, decoded to that dtype, or auto: GGUF's blocks of 32 weights in 8 or 4 bits stay
+    packed where compiled kernels multiply them. Raises ModelLoadError, naming file and tensor or key, for a checkpoint
+    that is damaged, incomplete, contradictory or of an unknown kind, and ConfigError for a device, a dtype or a way to
+    keep weights that this machine does not have.
     """
     place = choose_device(device)
     checkpoint = _open_gguf(source.path) if source.format == "gguf" else _open_safetensors(source.path)
@@ -93,20 +100,24 @@ def load_model(source: ModelSource, *, dtype: str = "auto", device: str = "auto"
     for name in checkpoint.names.values():
         stored_bytes[tensors[name].type] += tensors[name].nbytes
     compute, reason = choose_dtype(dtype, stored_bytes.most_common(1)[0][0], place)
+    packed = _packed_roles(checkpoint, weights, place)
+
+    def read(role: str) -> Tensor | PackedWeight:
+        return _pack(checkpoint, role) if role in packed else _read(checkpoint, role, compute, place)
+
     with ThreadPoolExecutor(_READERS) as pool:
-        read = pool.map(lambda role: _read(checkpoint, role, compute, place), checkpoint.names)
-        weights = dict(zip(checkpoint.names, read, strict=True))
-    mapped = [role for role in weights if _is_mapped(checkpoint, role, compute, place)]
+        loaded = dict(zip(checkpoint.names, pool.map(read, checkpoint.names), strict=True))
+    mapped = [role for role in loaded if _is_mapped(checkpoint, role, compute, place)]
     return LoadedModel(
         config=checkpoint.config,
-        decoder=build_decoder(checkpoint.config, weights, compute, place),
+        decoder=build_decoder(checkpoint.config, loaded, compute, place),
         dtype=compute,
         device=place,
-        dtype_reason=reason,
+        dtype_reason=reason + _packed_note(checkpoint, packed),
         unused_tensors=checkpoint.unused,
-        fingerprint=_fingerprint(checkpoint),
-        weight_bytes=sum(weight.nbytes for weight in weights.values()),
-        mapped_bytes=sum(weights[role].nbytes for role in mapped),
+        fingerprint=_fingerprint(checkpoint, packed),
+        weight_bytes=sum(weight.nbytes for weight in loaded.values()),
+        mapped_bytes=sum(loaded[role].nbytes for role in mapped),
     )
 
 
@@ -187,6 +198,32 @@ def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.
     return weight.to(device)
 
 
+def _packed_roles(checkpoint: _Checkpoint, weights: str, device: torch.device) -> frozenset[str]:
+    """The weights that stay packed. Raises ConfigError for a way of keeping them that is unknown."""
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights {weights!r} is unknown: choose one of {', '.join(WEIGHTS)}.")
+    files = checkpoint.files
+    if weights == "exact" or device.type != "cpu" or not isinstance(files, GGUFFile) or kernels.chosen() is None:
+        return frozenset()
+    stored = {role: files.tensors[name] for role, name in checkpoint.names.items()}
+    return frozenset(role for role, info in stored.items() if info.type in BLOCK_BYTES and len(info.shape) == 2)
+
+
+def _packed_note(checkpoint: _Checkpoint, packed: frozenset[str]) -> str:
+    types = sorted({checkpoint.files.tensors[checkpoint.names[role]].type for role in packed})
+    return f"; {len(packed)} weights stay packed ({', '.join(types)})" if packed else ""
+
+
+def _pack(checkpoint: _Checkpoint, role: str) -> PackedWeight:
+    assert isinstance(checkpoint.files, GGUFFile)
+    name, config = checkpoint.names[role], checkpoint.config
+    order = None
+    if _is_interleaved(checkpoint, role):
+        rows = torch.arange(checkpoint.files.tensors[name].shape[0])
+        order = _split_halves(rows, config.num_heads if role.split(".")[-2] == "q" else config.num_kv_heads)
+    return PackedWeight.from_blocks(checkpoint.files.blocks(name), checkpoint.files.tensors[name].type, order)
+
+
 def _split_halves(rows: Tensor, num_heads: int) -> Tensor:
     """Undo llama.cpp's order of a head's rows, in which the two of a rotated pair are neighbours.
 
@@ -195,8 +232,10 @@ def _split_halves(rows: Tensor, num_heads: int) -> Tensor:
     return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _fingerprint(checkpoint: _Checkpoint) -> bytes:
+def _fingerprint(checkpoint: _Checkpoint, packed: frozenset[str]) -> bytes:
     digest = hashlib.sha256(repr(checkpoint.config).encode())
+    if packed:
+        digest.update(repr(sorted(packed)).encode())
     digest.update(checkpoint.files.header_digest())
     by_file: dict[Path, list[TensorInfo]] = {}
     for info in checkpoint.files.tensors.values():

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "make_path.hpp"
+#include "packed_avx2.hpp"
 
 namespace {
 
@@ -47,4 +48,4 @@ struct Avx2 {
 
 }  // namespace
 
-const kvine::Path kvine::avx2 = make_path<Avx2>("avx2");
+const kvine::Path kvine::avx2 = make_path<Avx2, PackedAvx2>("avx2");

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "make_path.hpp"
+#include "packed_avx2.hpp"
 
 namespace {
 
@@ -42,4 +43,4 @@ struct Avx512 {
 
 }  // namespace
 
-const kvine::Path kvine::avx512 = make_path<Avx512>("avx512");
+const kvine::Path kvine::avx512 = make_path<Avx512, PackedAvx2>("avx512");

@@ -58,6 +58,45 @@ struct Decode {
     DType dtype, k_dtype, v_dtype;
 };
 
+// How weights are packed: groups of 32 along a row, each with a scale in fp16.
+enum Packing : int {
+    k8Bit,      // scale * q, q from -128 to 127
+    k4Bit,      // scale * (q - 8), q from 0 to 15
+    k4BitLeast, // scale * q + least, q from 0 to 15; the least value of a group in fp16
+    kNumPackings
+};
+
+// A packed weight is a row of tiles of 16 outputs; a tile is a row of groups, and a group of 16 outputs is
+//
+//   8 bits: 8 chunks of 64 bytes: for each output the 4 inputs that come next
+//   4 bits: 4 chunks of 64 bytes: for each output 4 bytes, of which the lower halves are the 4 inputs that come next, and
+//           the upper halves the 4 after these
+//
+// and then 16 scales and, where there are such, 16 least values. Outputs beyond the last are zeros.
+constexpr int kGroup = 32, kTileOfOutputs = 16;
+
+constexpr std::int64_t quants_of_group(Packing packing) { return packing == k8Bit ? 512 : 256; }
+constexpr std::int64_t bytes_of_group(Packing packing) {
+    return quants_of_group(packing) + 2 * kTileOfOutputs * (packing == k4BitLeast ? 2 : 1);
+}
+constexpr std::int64_t tiles_of(std::int64_t out) { return (out + kTileOfOutputs - 1) / kTileOfOutputs; }
+constexpr std::int64_t bytes_of(Packing packing, std::int64_t in, std::int64_t out) {
+    return tiles_of(out) * (in / kGroup) * bytes_of_group(packing);
+}
+
+// Rows of x in groups of 32 whole numbers from -127 to 127 and a scale, whatever their number. Group by group: the
+// numbers [groups, rows, 32], the scales and the groups' sums, scale included, [groups, rows].
+struct Quantized {
+    std::int8_t* q;
+    float *scale, *sum;
+};
+
+// y = x Wᵀ + b with a packed weight, of any number of rows.
+struct PackedProduct {
+    Product product;  // whose weight is packed
+    Packing packing;
+};
+
 // Keys that are scored at a time.
 constexpr int kTileKeys = 64;
 
@@ -87,6 +126,10 @@ struct Path {
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int count, float scale, float softcap, float& greatest, float& sum);
+
+    // Products with packed weights: quantizes rows begin to end of x, and computes y of tiles begin to end.
+    void (*quantize[kNumDTypes])(const Product&, const Quantized&, std::int64_t begin, std::int64_t end);
+    void (*multiply_packed[kNumPackings])(const Product&, DType, const Quantized&, std::int64_t begin, std::int64_t end);
 };
 
 extern const Path portable;
@@ -107,6 +150,16 @@ void linear(const Path& path, DType dtype, const Product& product, int num_threa
 void rms_norm(const Path& path, DType dtype, const Norm& norm, int num_threads);
 void rotate(const Path& path, DType dtype, const Rotation& rotation, int num_threads);
 void decode(const Path& path, const Decode& task, int num_threads);
+void packed_linear(const Path& path, DType dtype, const PackedProduct& task, int num_threads);
+
+// Packs a weight [out, in] from GGUF's blocks, Q8_0, Q4_0 or Q4_1, without loss. Row i of the weight is row order[i] of
+// the blocks, or row i where there is no order.
+void pack(Packing packing, const std::byte* blocks, const std::int64_t* order, std::byte* packed, std::int64_t in,
+          std::int64_t out, int num_threads);
+
+// Rows `ids` of a packed weight in a dtype, [count, in].
+void unpack_rows(Packing packing, const std::byte* packed, std::int64_t in, const std::int64_t* ids, std::int64_t count,
+                 DType dtype, std::byte* rows);
 
 // Bytes of K and V that attention reads at most.
 std::int64_t context_bytes(const Decode& task);

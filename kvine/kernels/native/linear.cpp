@@ -37,8 +37,9 @@ float* scratch(std::size_t count) {
 
 bool runs_here(const Path& path) {
 #ifdef KVINE_X86
-    if (&path == &avx512) return __builtin_cpu_supports("avx512f");
-    if (&path == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    const bool avx2_runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (&path == &avx512) return avx2_runs && __builtin_cpu_supports("avx512f");
+    if (&path == &avx2) return avx2_runs;
 #endif
     return &path == &portable;
 }

@@ -5,6 +5,7 @@
 
 #include "attend.hpp"
 #include "multiply.hpp"
+#include "multiply_packed.hpp"
 #include "row_loops.hpp"
 
 namespace {
@@ -19,7 +20,7 @@ constexpr auto make_order() {
 template <class Lanes, class Format>
 constexpr auto kOrder = make_order<Lanes, Format>();
 
-template <class Lanes>
+template <class Lanes, class PackedLanes>
 constexpr kvine::Path make_path(const char* name) {
     return {
         name,
@@ -32,6 +33,9 @@ constexpr kvine::Path make_path(const char* name) {
         {score<Lanes, Fp32>, score<Lanes, Bf16>, score<Lanes, Fp16>},
         {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},
         weigh,
+        {quantize<Fp32>, quantize<Bf16>, quantize<Fp16>},
+        {multiply_packed<PackedLanes, kvine::k8Bit>, multiply_packed<PackedLanes, kvine::k4Bit>,
+         multiply_packed<PackedLanes, kvine::k4BitLeast>},
     };
 }
 

@@ -51,6 +51,50 @@ BoundLinear bind(const Path& path, int dtype, std::uintptr_t weight, std::uintpt
     return {&path, checked(dtype), {nullptr, at(weight), at(bias), nullptr, 0, in, out}};
 }
 
+// A packed weight, bound likewise.
+struct BoundPacked {
+    const Path* path;
+    DType dtype;
+    PackedProduct task;
+
+    void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
+        PackedProduct call = task;
+        call.product.x = at(x), call.product.y = into(y), call.product.rows = rows;
+        const std::int64_t work = bytes_of(call.packing, call.product.in, call.product.out) * rows;
+        run(work > kLongRead, [&] { packed_linear(*path, dtype, call, num_threads); });
+    }
+};
+
+Packing checked_packing(int packing) {
+    if (packing < 0 || packing >= kNumPackings) throw nb::value_error("no such packing");
+    return Packing(packing);
+}
+
+BoundPacked bind_packed(const Path& path, int dtype, int packing, std::uintptr_t weight, std::uintptr_t bias,
+                        std::int64_t in, std::int64_t out) {
+    return {&path, checked(dtype), {{nullptr, at(weight), at(bias), nullptr, 0, in, out}, checked_packing(packing)}};
+}
+
+void pack_at(int packing, std::uintptr_t blocks, std::uintptr_t order, std::uintptr_t packed, std::int64_t in,
+             std::int64_t out, int num_threads) {
+    const Packing kind = checked_packing(packing);
+    run(true, [&] {
+        pack(kind, at(blocks), reinterpret_cast<const std::int64_t*>(order), into(packed), in, out, num_threads);
+    });
+}
+
+void unpack_rows_at(int packing, std::uintptr_t packed, std::int64_t in, std::int64_t out, std::uintptr_t ids,
+                    std::int64_t count, int dtype, std::uintptr_t rows) {
+    const auto* wanted = reinterpret_cast<const std::int64_t*>(ids);
+    for (std::int64_t i = 0; i < count; ++i)
+        if (wanted[i] < 0 || wanted[i] >= out) throw nb::index_error("no such row");
+    unpack_rows(checked_packing(packing), at(packed), in, wanted, count, checked(dtype), into(rows));
+}
+
+std::int64_t packed_bytes(int packing, std::int64_t in, std::int64_t out) {
+    return bytes_of(checked_packing(packing), in, out);
+}
+
 void rms_norm_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t weight, std::uintptr_t y,
                  std::int64_t rows, std::int64_t width, float eps, int num_threads) {
     const Norm norm{at(x), floats_at(weight), into(y), rows, width, eps};
@@ -98,12 +142,20 @@ NB_MODULE(_native, m) {
     m.attr("FP32") = static_cast<int>(kFp32);
     m.attr("BF16") = static_cast<int>(kBf16);
     m.attr("FP16") = static_cast<int>(kFp16);
+    m.attr("Q8_0") = static_cast<int>(k8Bit);
+    m.attr("Q4_0") = static_cast<int>(k4Bit);
+    m.attr("Q4_1") = static_cast<int>(k4BitLeast);
     nb::class_<Path>(m, "Path")
         .def_ro("name", &Path::name)
         .def("linear", &bind)
+        .def("packed_linear", &bind_packed)
         .def("rms_norm", &rms_norm_at)
         .def("rotate", &rotate_at)
         .def("decode", &decode_at);
     nb::class_<BoundLinear>(m, "Linear").def("__call__", &BoundLinear::operator());
+    nb::class_<BoundPacked>(m, "PackedLinear").def("__call__", &BoundPacked::operator());
+    m.def("pack", &pack_at);
+    m.def("packed_bytes", &packed_bytes);
+    m.def("unpack_rows", &unpack_rows_at);
     m.def("paths", &paths);
 }

@@ -50,6 +50,65 @@ struct Portable {
     }
 };
 
+struct PackedPortable {
+    static constexpr int width = 8;
+    using Floats = Portable::Floats;
+    struct Ints {
+        std::int32_t at[width];
+    };
+    struct Weights {
+        std::int8_t of_inputs[8][4 * width];  // 4 inputs of each of the 8 outputs
+    };
+
+    static Floats fill(float x) { return Portable::fill(x); }
+    static Floats load(const float* from) { return Portable::load(from); }
+    static void store(float* to, const Floats& v) { Portable::store(to, v); }
+    static Floats fma(const Floats& a, const Floats& b, const Floats& c) { return Portable::fma(a, b, c); }
+
+    static Floats mul(Floats a, const Floats& b) {
+        for (int i = 0; i < width; ++i) a.at[i] *= b.at[i];
+        return a;
+    }
+
+    static Floats to_floats(const Ints& ints) {
+        Floats v;
+        for (int i = 0; i < width; ++i) v.at[i] = static_cast<float>(ints.at[i]);
+        return v;
+    }
+
+    static Floats scales(const std::byte* from) {
+        Floats v;
+        for (int i = 0; i < width; ++i) v.at[i] = load_scalar<Fp16>(from + i * Fp16::size);
+        return v;
+    }
+
+    template <Packing packing>
+    static Weights unpack(const std::byte* group, int half) {
+        Weights weights;
+        for (int c = 0; c < (packing == kvine::k8Bit ? 8 : 4); ++c) {
+            std::uint8_t chunk[4 * width];
+            std::memcpy(chunk, group + c * 64 + half * sizeof chunk, sizeof chunk);
+            for (int i = 0; i < 4 * width; ++i)
+                if constexpr (packing == kvine::k8Bit) {
+                    weights.of_inputs[c][i] = static_cast<std::int8_t>(chunk[i]);
+                } else {
+                    weights.of_inputs[2 * c][i] = static_cast<std::int8_t>(chunk[i] & 15);
+                    weights.of_inputs[2 * c + 1][i] = static_cast<std::int8_t>(chunk[i] >> 4);
+                }
+        }
+        return weights;
+    }
+
+    template <Packing packing>
+    static Ints dot(const Weights& weights, const std::int8_t* q) {
+        Ints sum{};
+        for (int c = 0; c < 8; ++c)
+            for (int o = 0; o < width; ++o)
+                for (int i = 0; i < 4; ++i) sum.at[o] += weights.of_inputs[c][4 * o + i] * q[4 * c + i];
+        return sum;
+    }
+};
+
 }  // namespace
 
-const kvine::Path kvine::portable = make_path<Portable>("portable");
+const kvine::Path kvine::portable = make_path<Portable, PackedPortable>("portable");

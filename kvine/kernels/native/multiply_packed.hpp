@@ -1,0 +1,116 @@
+// The loops of a product with a packed weight. `PackedLanes` is what an instruction set brings for it:
+//
+//   width                      outputs that are computed side by side, 8
+//   Floats, Ints               vectors of so many numbers
+//   Weights                    a group's weights of so many outputs
+//   unpack<packing>(group, half)   those of the first or second half of a tile
+//   dot<packing>(weights, q)   their products with 32 numbers of x, summed exactly
+//   scales(from), load, store, fill, mul, fma, to_floats
+#pragma once
+
+#include <algorithm>
+
+#include "formats.hpp"
+#include "kernels.hpp"
+
+namespace {
+
+using kvine::kGroup;
+using kvine::kTileOfOutputs;
+using kvine::Packing;
+using kvine::Quantized;
+
+// Rows that are computed with a tile's weights at a time: their sums and what they read of x stay in the nearest cache.
+constexpr std::int64_t kRowsAtATime = 64;
+
+template <class Format>
+void quantize(const kvine::Product& product, const Quantized& to, std::int64_t begin, std::int64_t end) {
+    const std::int64_t groups = product.in / kGroup;
+    for (std::int64_t row = begin; row < end; ++row)
+        for (std::int64_t group = 0; group < groups; ++group) {
+            const std::byte* __restrict from = product.x + (row * product.in + group * kGroup) * Format::size;
+            std::int8_t* __restrict q = to.q + (group * product.rows + row) * kGroup;
+            float x[kGroup], most[8] = {}, broken[8] = {};
+            for (int i = 0; i < kGroup; ++i) x[i] = load_scalar<Format>(from + i * Format::size);
+            for (int at = 0; at < kGroup; at += 8)
+                for (int i = 0; i < 8; ++i) {
+                    const float size = from_bits(to_bits(x[at + i]) & 0x7fffffffu);
+                    most[i] = size > most[i] ? size : most[i];
+                    broken[i] += x[at + i] * 0.0f;  // a NaN, if x is infinite or one
+                }
+            float greatest = 0, nan = 0;
+            for (int i = 0; i < 8; ++i) greatest = most[i] > greatest ? most[i] : greatest, nan += broken[i];
+            const float factor = greatest > 1e-30f && nan == 0 ? 127.0f / greatest : 0.0f;  // 1e-30 and less is 0
+            int sums[8] = {};
+            for (int at = 0; at < kGroup; at += 8)
+                for (int i = 0; i < 8; ++i) {
+                    // Adding so much leaves whole numbers, rounded to nearest, in the lowest bits.
+                    const float shifted = x[at + i] * factor + 0x1.8p23f;
+                    const int whole = static_cast<int>(to_bits(shifted)) - static_cast<int>(to_bits(0x1.8p23f));
+                    q[at + i] = static_cast<std::int8_t>(nan == 0 ? whole : 0);
+                    sums[i] += nan == 0 ? whole : 0;
+                }
+            int sum = 0;
+            for (const int part : sums) sum += part;
+            const float scale = factor > 0 ? greatest / 127.0f : nan;
+            to.scale[group * product.rows + row] = scale;
+            to.sum[group * product.rows + row] = scale * static_cast<float>(sum);
+        }
+}
+
+template <class Format>
+void store_tile(const kvine::Product& product, std::int64_t row, std::int64_t out, const float* sums) {
+    const std::int64_t count = std::min<std::int64_t>(kTileOfOutputs, product.out - out);
+    for (std::int64_t o = 0; o < count; ++o) {
+        float y = sums[o];
+        if (product.bias) y += load_scalar<Format>(product.bias + (out + o) * Format::size);
+        store_scalar<Format>(product.y + (row * product.out + out + o) * Format::size, y);
+    }
+}
+
+inline void store_tile(kvine::DType dtype, const kvine::Product& product, std::int64_t row, std::int64_t out,
+                       const float* sums) {
+    if (dtype == kvine::kBf16) return store_tile<Bf16>(product, row, out, sums);
+    if (dtype == kvine::kFp16) return store_tile<Fp16>(product, row, out, sums);
+    store_tile<Fp32>(product, row, out, sums);
+}
+
+// Adds one group of half a tile to the sums of `count` rows from `row` on. Each row is treated by itself.
+template <class Lanes, Packing packing>
+void add_group(const std::byte* group, int half, const Quantized& x, std::int64_t at, std::int64_t count, float* sums) {
+    const std::byte* scales = group + kvine::quants_of_group(packing) + half * 2 * Lanes::width;
+    const typename Lanes::Floats scale = Lanes::scales(scales);
+    typename Lanes::Floats least{};
+    if constexpr (packing == kvine::k4Bit) least = Lanes::mul(scale, Lanes::fill(-8.0f));
+    if constexpr (packing == kvine::k4BitLeast) least = Lanes::scales(scales + 2 * kTileOfOutputs);
+    const typename Lanes::Weights weights = Lanes::template unpack<packing>(group, half);
+    for (std::int64_t r = 0; r < count; ++r) {
+        float* to = sums + r * kTileOfOutputs + half * Lanes::width;
+        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, x.q + (at + r) * kGroup));
+        auto sum = Lanes::fma(dot, Lanes::mul(scale, Lanes::fill(x.scale[at + r])), Lanes::load(to));
+        if constexpr (packing != kvine::k8Bit) sum = Lanes::fma(least, Lanes::fill(x.sum[at + r]), sum);
+        Lanes::store(to, sum);
+    }
+}
+
+template <class Lanes, Packing packing>
+void multiply_packed(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t begin,
+                     std::int64_t end) {
+    static_assert(2 * Lanes::width == kTileOfOutputs);
+    const std::int64_t groups = product.in / kGroup;
+    alignas(64) float sums[kRowsAtATime * kTileOfOutputs];
+    for (std::int64_t row = 0; row < product.rows; row += kRowsAtATime) {
+        const std::int64_t count = std::min(kRowsAtATime, product.rows - row);
+        for (std::int64_t tile = begin; tile < end; ++tile) {
+            std::fill_n(sums, count * kTileOfOutputs, 0.0f);
+            const std::byte* group = product.weight + tile * groups * kvine::bytes_of_group(packing);
+            for (std::int64_t g = 0; g < groups; ++g, group += kvine::bytes_of_group(packing))
+                for (int half = 0; half < 2; ++half)
+                    add_group<Lanes, packing>(group, half, x, g * product.rows + row, count, sums);
+            for (std::int64_t r = 0; r < count; ++r)
+                store_tile(dtype, product, row + r, tile * kTileOfOutputs, sums + r * kTileOfOutputs);
+        }
+    }
+}
+
+}  // namespace

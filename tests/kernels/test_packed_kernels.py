@@ -1,0 +1,177 @@
+"""Packed weights: the very values of GGUF's blocks, and products that are exact but for fp32 sums over groups."""
+
+import itertools
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvine import kernels
+from kvine.kernels.packed import BLOCK_BYTES, GROUP, PackedLinear, PackedWeight
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS32 = torch.finfo(torch.float32).eps
+
+every_path = pytest.mark.parametrize("path", kernels.available())
+every_packing = pytest.mark.parametrize("packing", BLOCK_BYTES)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def blocks_of(weight: Tensor, packing: str) -> tuple[Tensor, Tensor]:
+    """GGUF's blocks of a weight, and the values that they stand for, both by the gguf package."""
+    kind = gguf.GGMLQuantizationType[packing]
+    blocks = gguf.quants.quantize(weight.numpy(), kind)
+    return torch.from_numpy(blocks.copy()), torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+
+
+def any_blocks(packing: str, out: int, features: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Blocks of any bytes but for scales that are numbers: also quants that no quantizer makes, such as -128."""
+    generator = np.random.default_rng(seed)
+    size = BLOCK_BYTES[packing]
+    blocks = generator.integers(0, 256, (out, features // GROUP, size), dtype=np.uint8)
+    for at in (0, 2) if packing == "Q4_1" else (0,):
+        scales = generator.normal(0, 1, (out, features // GROUP)).astype(np.float16)
+        blocks[:, :, at : at + 2] = scales.view(np.uint8).reshape(out, -1, 2)
+    flat = blocks.reshape(out, -1)
+    return torch.from_numpy(flat), torch.from_numpy(gguf.quants.dequantize(flat, gguf.GGMLQuantizationType[packing]))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What the kernels multiply: groups of 32 as whole multiples of a 127th of their greatest, in float64."""
+    groups = x.float().view(*x.shape[:-1], -1, GROUP)
+    greatest = groups.abs().amax(-1, keepdim=True)
+    whole = torch.where(greatest > 0, (groups * torch.div(torch.tensor(127.0), greatest)).round(), 0)
+    return (whole.double() * (greatest / 127).double()).flatten(-2)
+
+
+def check(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+    """Within fp32 sums of one product a group, and one rounding."""
+    exact = rounded(x) @ values.double().T + (0 if bias is None else bias.double())
+    magnitude = rounded(x).abs() @ values.double().abs().T + (0 if bias is None else bias.double().abs())
+    # A group's sum of 4-bit products lies apart from its least value, of the other sign perhaps, and as large.
+    spread = x.double().abs().amax() * values.double().abs().amax() * GROUP
+    limits = torch.finfo(y.dtype)
+    bound = (x.shape[1] / GROUP + 6) * EPS32 * (magnitude + 2 * spread)
+    bound = bound + exact.abs() * limits.eps / 2 + limits.smallest_normal
+    error = (y.double() - exact).abs()
+    assert bool((error <= bound).all()), f"{(error / bound).max():.2f} of the bound"
+
+
+@every_packing
+def test_a_packed_weight_has_the_values_of_its_blocks(packing: str) -> None:
+    for out, features in ((1, 32), (15, 64), (16, 576), (33, 96)):
+        for blocks, values in (blocks_of(randn(out, features), packing), any_blocks(packing, out, features)):
+            weight = PackedWeight.from_blocks(blocks, packing)
+            assert weight.shape == (out, features)
+            assert weight.nbytes == -(-out // 16) * 16 * blocks.shape[1]
+            for dtype in DTYPES:
+                assert torch.equal(weight.unpacked(dtype), values.to(dtype))
+            ids = torch.tensor([out - 1, 0, out // 2, 0])
+            assert torch.equal(weight.rows(ids, torch.float32), values[ids])
+            with pytest.raises(IndexError):
+                weight.rows(torch.tensor([out]), torch.float32)
+            with pytest.raises(IndexError):
+                weight.rows(torch.tensor([-1]), torch.float32)
+
+
+@every_packing
+def test_rows_are_packed_in_the_order_that_is_asked_for(packing: str) -> None:
+    blocks, values = blocks_of(randn(40, 64), packing)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(PackedWeight.from_blocks(blocks, packing, order).unpacked(torch.float32), values[order])
+
+
+@every_path
+@every_packing
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_every_shape(path: str, packing: str, dtype: torch.dtype) -> None:
+    native = kernels.load(path)
+    for features, out, rows in itertools.product((32, 96, 576), (1, 16, 75), (1, 2, 5, 63, 64, 65)):
+        make = any_blocks if rows % 2 else lambda packing, out, features: blocks_of(randn(out, features), packing)
+        blocks, values = make(packing, out, features)
+        bias = randn(out, dtype=dtype, seed=2) if out % 2 else None
+        x = randn(rows, features, dtype=dtype, seed=1)
+        y = PackedLinear(native, PackedWeight.from_blocks(blocks, packing), bias, dtype)(x)
+        assert y.dtype == dtype and y.shape == (rows, out) and y.is_contiguous()
+        check(y, x, values, bias)
+
+
+@every_path
+@every_packing
+def test_a_row_depends_on_itself_alone(path: str, packing: str) -> None:
+    """Neither on how many rows there are, nor on the number of threads."""
+    product = PackedLinear(
+        kernels.load(path),
+        PackedWeight.from_blocks(blocks_of(randn(300, 576), packing)[0], packing),
+        None,
+        torch.bfloat16,
+    )
+    x, before = randn(150, 576, dtype=torch.bfloat16, seed=1), torch.get_num_threads()
+    whole = product(x)
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(product(x), whole)
+    finally:
+        torch.set_num_threads(before)
+    for rows in (slice(0, 1), slice(3, 5), slice(10, 74), slice(63, 130), slice(149, 150)):
+        assert torch.equal(product(x[rows]), whole[rows])
+    assert product(x[:0]).shape == (0, 300)
+
+
+@every_path
+@every_packing
+def test_extremes(path: str, packing: str) -> None:
+    blocks, values = blocks_of(randn(20, 96), packing)
+    product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(blocks, packing), None, torch.float32)
+    for scale in (1e-25, 1e20, 1e30):
+        x = randn(3, 96, seed=1) * scale
+        check(product(x), x, values)
+    assert torch.equal(product(torch.zeros(2, 96)), torch.zeros(2, 20))
+    assert torch.equal(product(torch.full((1, 96), 1e-38)), torch.zeros(1, 20))  # too little to be scaled: nothing
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x = randn(2, 96, seed=1)
+        x[0, 40] = broken
+        y = product(x)
+        assert y[0].isnan().all() and torch.equal(y[1], product(x[1:])[0])
+
+
+@every_path
+def test_the_largest_sums_do_not_overflow(path: str) -> None:
+    """All quants and all of x at their ends, of one sign."""
+    for packing in BLOCK_BYTES:
+        for byte in (0x00, 0x80, 0x7F, 0xFF):
+            blocks = np.full((16, 2 * BLOCK_BYTES[packing]), byte, np.uint8).reshape(16, 2, -1)
+            blocks[:, :, : 4 if packing == "Q4_1" else 2] = np.array([1.0], np.float16).view(np.uint8).tolist() * (
+                2 if packing == "Q4_1" else 1
+            )
+            flat = torch.from_numpy(blocks.reshape(16, -1))
+            values = torch.from_numpy(gguf.quants.dequantize(flat.numpy(), gguf.GGMLQuantizationType[packing]))
+            product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(flat, packing), None, torch.float32)
+            for sign in (1.0, -1.0):
+                x = torch.full((1, 64), sign * 127)
+                torch.testing.assert_close(product(x), x @ values.T, rtol=1e-6, atol=0)
+
+
+@every_path
+def test_a_strided_or_differentiable_x_is_taken_too(path: str) -> None:
+    product = PackedLinear(
+        kernels.load(path), PackedWeight.from_blocks(blocks_of(randn(16, 64), "Q8_0")[0], "Q8_0"), None, torch.float32
+    )
+    x = randn(2, 128)[:, ::2]
+    assert torch.equal(product(x), product(x.contiguous()))
+    assert torch.equal(product(x.clone().requires_grad_()), product(x.contiguous()))
+
+
+@every_path
+def test_it_keeps_its_weight_alive(path: str) -> None:
+    blocks, values = blocks_of(randn(160, 320), "Q4_1")
+    product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(blocks, "Q4_1"), None, torch.float32)
+    filled = [torch.zeros_like(blocks) for _ in range(20)]  # would take the weight's memory, were it free
+    check(product(randn(1, 320, seed=1)), randn(1, 320, seed=1), values)
+    assert len(filled) == 20
