@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvine.cache.codec import encode, storage_dtype
+from kvine.cache.codec import DTYPES, encode, storage_dtype
 from kvine.cache.manager import BlockCopy
 from kvine.cache.spec import CacheSpec
 from kvine.errors import ConfigError
+from kvine.kernels import is_plain, write_rows
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,23 @@ class KVPool:
         num_blocks: blocks that the address space holds.
         compute: dtype of the K and V that come in.
         device: where the memory is.
+        native: whether compiled kernels write rows, where they can; otherwise torch does.
 
     Raises:
         ConfigError: if the system does not grant the memory.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, compute: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_blocks: int,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        native: bool = False,
+    ) -> None:
         self.spec = spec
+        self._native = native
         self.num_blocks = num_blocks
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
         self._maps: list[mmap.mmap | None] = []
@@ -62,6 +73,9 @@ class KVPool:
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores k and v `[N, kv_heads, head_dim]` of the group's layer number `layer` at `rows` (see `row_index`)."""
         keys, values = self._rows[layer]
+        if self._native and k.dtype is v.dtype and k.dtype in DTYPES.values() and is_plain(k) and is_plain(v):
+            write_rows(k.view(-1, self.spec.head_dim), v.view(-1, self.spec.head_dim), rows, keys, values)
+            return
         keys.index_copy_(0, rows, encode(k.reshape(-1, self.spec.head_dim), keys.dtype))
         values.index_copy_(0, rows, encode(v.reshape(-1, self.spec.head_dim), values.dtype))
 

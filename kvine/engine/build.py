@@ -23,7 +23,7 @@ from kvine.engine.runner import Runner
 from kvine.errors import ConfigError
 from kvine.models.cache_specs import cache_specs
 from kvine.models.load import LoadedModel
-from kvine.rope import RopeConfig, RotaryEmbedding
+from kvine.rope import RotaryEmbedding
 from kvine.sampling.sampler import Sampler
 
 BACKENDS: dict[str, type[Backend]] = {"native": NativeBackend, "sdpa": SdpaBackend, "reference": ReferenceBackend}
@@ -60,11 +60,13 @@ def standard_parts(
     dtype = DTYPE_NAMES[model.dtype]
     budget, capacities = _memory(specs, dtype, cache, model)
     manager = CacheManager(specs, budget, dtype=dtype, prefix_caching=cache.prefix_caching, capacities=capacities)
+    native = kernels.chosen() if model.device.type == "cpu" else None
     pools = [
-        KVPool(spec, pool.capacity, model.dtype, model.device) for spec, pool in zip(specs, manager.pools, strict=True)
+        KVPool(spec, pool.capacity, model.dtype, model.device, native=native is not None)
+        for spec, pool in zip(specs, manager.pools, strict=True)
     ]
     group_of = {layer: (g, i) for g, spec in enumerate(specs) for i, layer in enumerate(spec.layers)}
-    ropes = _ropes(model)
+    ropes = {layer.rope: RotaryEmbedding(layer.rope, model.device, native=native) for layer in model.config.layers}
     attention = CachedAttention(
         [AttentionLayer(*group_of[n], ropes[layer.rope]) for n, layer in enumerate(model.config.layers)],
         pools,
@@ -91,7 +93,7 @@ def dense_attention(
 
     It computes with exact keys and values whatever `cache.kv_dtype`, unless `keep` says what becomes of them.
     """
-    ropes = _ropes(model)
+    ropes = {layer.rope: RotaryEmbedding(layer.rope, model.device) for layer in model.config.layers}
     layers: dict[int, DenseLayer] = {}
     for spec in cache_specs(model.config, cache):
         for number in spec.layers:
@@ -130,11 +132,6 @@ def usable_backends(specs: Sequence[CacheSpec], device: torch.device) -> tuple[s
         for name, backend_class in BACKENDS.items()
         if all(backend_class().unsupported(spec, device) is None for spec in specs)
     )
-
-
-def _ropes(model: LoadedModel) -> dict[RopeConfig, RotaryEmbedding]:
-    native = kernels.chosen() if model.device.type == "cpu" else None
-    return {layer.rope: RotaryEmbedding(layer.rope, model.device, native=native) for layer in model.config.layers}
 
 
 def _memory(

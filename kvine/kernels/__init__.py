@@ -35,6 +35,7 @@ class Kernels:
     name: str
     path: "_native.Path"
     dtypes: dict[torch.dtype, int]
+    activations: dict[str, int]
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels can read this: a dense row-major tensor on the CPU, without gradients, in one of their
@@ -85,6 +86,18 @@ class Kernels:
         )
         return y
 
+    def gate(self, gated: Tensor, up: Tensor, activation: str) -> Tensor:
+        """`gated` becomes f(gated) * up, of one shape and dtype; f is silu or gelu_tanh, and its result rounded."""
+        self.path.gate(
+            self.dtypes[gated.dtype],
+            self.activations[activation],
+            gated.data_ptr(),
+            up.data_ptr(),
+            gated.numel(),
+            torch.get_num_threads(),
+        )
+        return gated
+
     def decode(
         self,
         q: Tensor,
@@ -113,8 +126,11 @@ class Kernels:
             scale: factor on the scores.
             q_sink: [N, Hq, D], what reads the sinks where that is not q.
             softcap: bound of the scores.
+
+        Raises:
+            IndexError: if a query sees a key in a block that there is not.
         """
-        kv_heads, block_size, width = k.shape[1:]
+        num_blocks, kv_heads, block_size, width = k.shape
         self.path.decode(
             (self.dtypes[q.dtype], self.dtypes[k.dtype], self.dtypes[v.dtype]),
             q.data_ptr(),
@@ -128,6 +144,7 @@ class Kernels:
             q.shape[1] // kv_heads,
             width,
             block_size,
+            num_blocks,
             sinks,
             scale,
             softcap or 0.0,
@@ -176,7 +193,7 @@ def load(name: str) -> Kernels:
         raise ConfigError(f"{name} kernels were asked for, but none are compiled. {REMEDY}")
     for path in native.paths():
         if path.name == name:
-            return Kernels(name, path, dtype_codes(native))
+            return Kernels(name, path, dtype_codes(native), {"silu": native.SILU, "gelu_tanh": native.GELU_TANH})
     raise ConfigError(f"This CPU cannot run {name} kernels. Set {VARIABLE} to one of {', '.join(available())}, off.")
 
 
@@ -206,6 +223,27 @@ def require_native() -> "ModuleType":
 def dtype_codes(native: "ModuleType") -> dict[torch.dtype, int]:
     """The extension's names of the dtypes that it computes in."""
     return {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
+
+
+def write_rows(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Row i of `k` and `v` [N, D] becomes row `rows[i]` (int64) of `keys` and `values` [any, D], in their dtypes.
+
+    The arguments are addresses to the extension: dense, on the CPU, in dtypes of the kernels. Raises IndexError, and
+    has written nothing, for a row that there is not.
+    """
+    native = require_native()
+    codes = dtype_codes(native)
+    native.write(
+        (codes[k.dtype], codes[keys.dtype], codes[values.dtype]),
+        k.data_ptr(),
+        v.data_ptr(),
+        rows.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        rows.shape[0],
+        k.shape[1],
+        keys.shape[0],
+    )
 
 
 @functools.cache

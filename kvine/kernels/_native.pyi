@@ -6,6 +6,8 @@ FP16: int
 Q8_0: int
 Q4_0: int
 Q4_1: int
+SILU: int
+GELU_TANH: int
 
 @final
 class Path:
@@ -42,6 +44,9 @@ class Path:
     ) -> None:
         """y = x turned, [rows, heads, width]; cos and sin are fp32, [rows, rotary]."""
 
+    def gate(self, dtype: int, activation: int, gated: int, up: int, count: int, num_threads: int, /) -> None:
+        """gated = f(gated) * up, number by number; f(gated) is rounded first."""
+
     def decode(
         self,
         dtypes: tuple[int, int, int],
@@ -56,6 +61,7 @@ class Path:
         group: int,
         width: int,
         block_size: int,
+        num_blocks: int,
         sinks: int,
         scale: float,
         softcap: float,
@@ -65,7 +71,7 @@ class Path:
         """Attention of one query for each request; dtypes of q, k and v; q_sink and softcap may be 0.
 
         The plan is int64: for each request its row, the number of keys, the first in its window, and where among the
-        block tables, which follow, its own begins.
+        block tables, which follow, its own begins. Raises IndexError for a block that there is not.
         """
 
 @final
@@ -81,6 +87,23 @@ class PackedLinear:
 
     def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
         """y = x Wᵀ + bias."""
+
+def write(
+    dtypes: tuple[int, int, int],
+    k: int,
+    v: int,
+    rows: int,
+    k_to: int,
+    v_to: int,
+    count: int,
+    width: int,
+    num_rows: int,
+    /,
+) -> None:
+    """Row i of k and of v to row rows[i] (int64) of k_to and v_to; dtypes of k and v, of k_to, of v_to.
+
+    Raises IndexError, and has written nothing, if one of them is beyond num_rows.
+    """
 
 def pack(
     packing: int, blocks: int, order: int, packed: int, in_features: int, out_features: int, num_threads: int, /

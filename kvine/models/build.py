@@ -43,6 +43,10 @@ def build_decoder(
     def optional_norm(role: str) -> RMSNorm | None:
         return norm(role) if f"{role}.weight" in weights else None
 
+    def mlp(prefix: str) -> MLP:
+        gate, up, down = (linear(f"{prefix}.{part}") for part in ("gate", "up", "down"))
+        return MLP(gate, up, down, config.activation, native)
+
     def layer(prefix: str) -> DecoderLayer:
         return DecoderLayer(
             attn_norm=norm(f"{prefix}.attn_norm"),
@@ -54,7 +58,7 @@ def build_decoder(
             k_norm=optional_norm(f"{prefix}.k_norm"),
             post_attn_norm=optional_norm(f"{prefix}.post_attn_norm"),
             mlp_norm=norm(f"{prefix}.mlp_norm"),
-            mlp=MLP(linear(f"{prefix}.gate"), linear(f"{prefix}.up"), linear(f"{prefix}.down"), config.activation),
+            mlp=mlp(prefix),
             post_mlp_norm=optional_norm(f"{prefix}.post_mlp_norm"),
         )
 

@@ -68,15 +68,18 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Gated feed-forward layer (arXiv:2002.05202): down(act(gate(x)) * up(x))."""
+    """Gated feed-forward layer (arXiv:2002.05202): down(act(gate(x)) * up(x)). `native` gates where it can."""
 
     gate: Linear
     up: Linear
     down: Linear
     activation: Activation
+    native: Kernels | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]."""
         gate = self.gate(x)  # [N, intermediate]
+        if self.native is not None and self.native.takes(gate):
+            return self.down(self.native.gate(gate, self.up(x), self.activation))
         gate = F.silu(gate, inplace=True) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
         return self.down(gate.mul_(self.up(x)))

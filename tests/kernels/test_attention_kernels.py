@@ -176,3 +176,17 @@ def test_nan_in_what_is_seen_is_not_hidden(path: str) -> None:
     scene.k[scene.tables[0][2], 1, 3] = torch.nan
     out = scene.attend(native)
     assert out[0, 3:].isnan().all() and out[0, :3].isfinite().all() and out[1].isfinite().all()
+
+
+@every_path
+def test_a_block_that_there_is_not_is_refused_where_it_is_seen(path: str) -> None:
+    native = kernels.load(path)
+    scene = Scene([70], window=20, sinks=4)
+    scene.tables[0][1] = scene.tables[0][2] = -1  # let go: neither sinks nor window reach them
+    scene.check(scene.attend(native))
+    for table in (0, 3):
+        for block in (-1, scene.k.shape[0]):
+            broken = Scene([70], window=20, sinks=4)
+            broken.tables[0][table] = block
+            with pytest.raises(IndexError, match="no such block"):
+                broken.attend(native)

@@ -1,4 +1,4 @@
-"""What is computed row by row, in each instruction set: RMSNorm and rotation."""
+"""What is computed row by row or number by number, in each instruction set, and rows that are copied."""
 
 import itertools
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvine import kernels
+from kvine.cache.codec import encode
 from kvine.rope import RopeConfig, RotaryEmbedding, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -82,3 +83,50 @@ def test_a_rotary_embedding_uses_the_kernels_where_they_can_read(path: str) -> N
     cos, sin = rope.cos_sin(torch.arange(4))
     for x in (randn(4, 2, 16), randn(4, 16, 2).transpose(1, 2), randn(4, 2, 16).double()):
         torch.testing.assert_close(rope.rotate(x, cos, sin), rotate(x, cos, sin), rtol=0, atol=1e-6)
+
+
+@every_path
+@every_dtype
+def test_gating_is_what_torch_makes_of_it(path: str, dtype: torch.dtype) -> None:
+    native = kernels.load(path)
+    for activation, reference in (
+        ("silu", torch.nn.functional.silu),
+        ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    ):
+        for shape in ((0, 8), (1, 1), (3, 100), (5, 40_000)):
+            gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype, seed=1)
+            exact = reference(gate.double())
+            y = native.gate(gate.clone(), up, activation)
+            # one rounding between the two, one behind them, and fp32 on the way
+            limits = torch.finfo(dtype)
+            error = exact.abs() * (limits.eps / 2 + 8 * EPS32) + 4 * EPS32 + limits.smallest_normal * limits.eps
+            error = error * up.double().abs()
+            assert y.dtype == dtype and close(y, exact * up.double(), error), (activation, shape)
+        ends = torch.tensor([[0.0, -0.0, 100.0, -100.0, torch.inf, torch.nan]]).to(dtype)
+        y = native.gate(ends.clone(), torch.ones_like(ends), activation)
+        assert y[0, :3].tolist() == [0, 0, 100] and abs(y[0, 3].item()) < 1e-30
+        assert y[0, 4] == torch.inf and y[0, 5].isnan()
+
+
+@pytest.mark.parametrize("kept", DTYPES, ids=["fp32", "bf16", "fp16"])
+@every_dtype
+def test_rows_are_written_as_the_codec_converts_them(dtype: torch.dtype, kept: torch.dtype) -> None:
+    keys, values = torch.full((50, 24), 7).to(kept), torch.full((50, 24), 7).to(torch.float32)
+    k, v = randn(6, 24, dtype=dtype), randn(6, 24, dtype=dtype, seed=1)
+    k[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4])
+    if dtype != torch.float16:
+        k[1, :2] = torch.tensor([1e5, -65_510.0])
+    rows = torch.tensor([3, 49, 0, 20, 21, 7])
+    kernels.write_rows(k, v, rows, keys, values)
+    torch.testing.assert_close(keys[rows], encode(k, kept), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values[rows], v.float())
+    others = [row for row in range(50) if row not in rows]
+    assert bool((keys[others] == 7).all()) and bool((values[others] == 7).all())
+
+
+def test_a_row_that_there_is_not_is_refused_before_anything_is_written() -> None:
+    for row in (-1, 4):
+        keys, values = torch.zeros(4, 8), torch.zeros(4, 8)
+        with pytest.raises(IndexError):
+            kernels.write_rows(torch.ones(2, 8), torch.ones(2, 8), torch.tensor([0, row]), keys, values)
+        assert not keys.any() and not values.any()

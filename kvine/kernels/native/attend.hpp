@@ -80,25 +80,6 @@ void add(const float* weights, std::int64_t group, std::int64_t width, const std
     if (group - head == 1) add_rows<Lanes, Format, 1>(weights + head * kTileKeys, width, rows, count, sums + head * stride);
 }
 
-// e to the power x for x <= 0, to 1e-7 of its value: 2^n times a polynomial over half a power of two around. Less than
-// the least normal number is 0; a NaN stays one.
-inline float exp_of_negative(float x) {
-    const float power = x * 0x1.715476p+0f;                  // x / ln 2
-    const float shifted = power + 0x1.8p23f;                 // n in the lowest bits
-    const float n = shifted - 0x1.8p23f;
-    const float rest = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first of few bits
-    float sum = 1.0f / 5040;
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    const float value = sum * from_bits((to_bits(shifted) << 23) + to_bits(1.0f));
-    return x < -87.0f ? 0.0f : value;
-}
-
 inline float weigh(float* scores, int count, float scale, float softcap, float& greatest, float& sum) {
     const int padded_count = (count + kSideBySide - 1) / kSideBySide * kSideBySide;
     for (int i = 0; i < count; ++i) scores[i] *= scale;

@@ -45,6 +45,7 @@ struct Bf16 {
 struct Fp16 {
     using Stored = std::uint16_t;
     static constexpr std::int64_t size = 2;
+    static constexpr float max = 65504;
 
     // The 15 bits without the sign, read as fp32, are the value times 2^-112, denormals too; infinity and NaN are not.
     static float widen(std::uint16_t stored) {

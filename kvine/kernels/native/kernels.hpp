@@ -38,6 +38,23 @@ struct Rotation {
     std::int64_t rows, heads, width, rotary;
 };
 
+// y = f(gate) * up, number by number, f(gate) rounded first.
+struct Gated {
+    enum Activation : int { kSilu, kGeluTanh, kNumActivations };
+    const std::byte *gate, *up;
+    std::byte* y;  // may be gate
+    Activation activation;
+};
+
+// Rows of K and V on their way into the cache: row i of each goes to row rows[i].
+struct Write {
+    const std::byte *k, *v;    // [count, width]
+    const std::int64_t* rows;  // [count]
+    std::byte *k_to, *v_to;    // [any, width], in dtypes of their own
+    std::int64_t count, width;
+    DType dtype, k_dtype, v_dtype;
+};
+
 // Attention of requests with one query each: softmax(q Kᵀ * scale) V over what it may see of its own blocks.
 struct Decode {
     struct Request {
@@ -114,6 +131,7 @@ struct Path {
     // Compute y[begin:end].
     void (*normalize[kNumDTypes])(const Norm&, std::int64_t begin, std::int64_t end);
     void (*rotate[kNumDTypes])(const Rotation&, std::int64_t begin, std::int64_t end);
+    void (*gate[kNumDTypes])(const Gated&, std::int64_t begin, std::int64_t end);
 
     // What attention is made of. `rows` are up to kTileKeys rows of K or of V; x and sums are [group, stride] in fp32, in
     // the order that a dtype is widened in: at place i of a step is number order[dtype][i] of it. `stride` is the width
@@ -149,7 +167,9 @@ std::int64_t weight_bytes(DType dtype, const Product& product);
 void linear(const Path& path, DType dtype, const Product& product, int num_threads);
 void rms_norm(const Path& path, DType dtype, const Norm& norm, int num_threads);
 void rotate(const Path& path, DType dtype, const Rotation& rotation, int num_threads);
+void gate(const Path& path, DType dtype, const Gated& task, std::int64_t count, int num_threads);
 void decode(const Path& path, const Decode& task, int num_threads);
+void write(const Write& task);  // fp16 ends at 65,504, which is what is stored of anything beyond
 void packed_linear(const Path& path, DType dtype, const PackedProduct& task, int num_threads);
 
 // Packs a weight [out, in] from GGUF's blocks, Q8_0, Q4_0 or Q4_1, without loss. Row i of the weight is row order[i] of

@@ -68,4 +68,23 @@ void dot_tile(const std::byte* const* stored, const float* x, std::int64_t width
         for (int r = 0; r < Rows; ++r) dots[o][r] = Lanes::sum(sums[o][r]);
 }
 
+// e to the power x for x <= 0, to 1e-7 of its value: 2^n times a polynomial over half a power of two around. Less than
+// the least normal number is 0; a NaN stays one.
+inline float exp_of_negative(float x) {
+    const float power = x * 0x1.715476p+0f;                  // x / ln 2
+    const float shifted = power + 0x1.8p23f;                 // n in the lowest bits
+    const float n = shifted - 0x1.8p23f;
+    const float rest = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first of few bits
+    float sum = 1.0f / 5040;
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    const float value = sum * from_bits((to_bits(shifted) << 23) + to_bits(1.0f));
+    return x < -87.0f ? 0.0f : value;
+}
+
 }  // namespace

@@ -29,6 +29,7 @@ constexpr kvine::Path make_path(const char* name) {
         {multiply<Lanes, Fp32>, multiply<Lanes, Bf16>, multiply<Lanes, Fp16>},
         {normalize<Lanes, Fp32>, normalize<Lanes, Bf16>, normalize<Lanes, Fp16>},
         {rotate<Lanes, Fp32>, rotate<Lanes, Bf16>, rotate<Lanes, Fp16>},
+        {gate<Fp32>, gate<Bf16>, gate<Fp16>},
         {kOrder<Lanes, Fp32>.data(), kOrder<Lanes, Bf16>.data(), kOrder<Lanes, Fp16>.data()},
         {score<Lanes, Fp32>, score<Lanes, Bf16>, score<Lanes, Fp16>},
         {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -109,11 +110,47 @@ void rotate_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t cos
     run(rows * heads * width > kManyNumbers, [&] { rotate(path, format, rotation, num_threads); });
 }
 
+void gate_at(const Path& path, int dtype, int activation, std::uintptr_t gated, std::uintptr_t up, std::int64_t count,
+             int num_threads) {
+    if (activation < 0 || activation >= Gated::kNumActivations) throw nb::value_error("no such activation");
+    const Gated task{at(gated), at(up), into(gated), Gated::Activation(activation)};
+    const DType format = checked(dtype);
+    run(count > kManyNumbers, [&] { gate(path, format, task, count, num_threads); });
+}
+
+void write_at(std::tuple<int, int, int> dtypes, std::uintptr_t k, std::uintptr_t v, std::uintptr_t rows,
+              std::uintptr_t k_to, std::uintptr_t v_to, std::int64_t count, std::int64_t width,
+              std::int64_t num_rows) {
+    const auto [dtype, k_dtype, v_dtype] = dtypes;
+    const Write task{at(k),     at(v),          reinterpret_cast<const std::int64_t*>(rows),
+                     into(k_to), into(v_to),    count,
+                     width,      checked(dtype), checked(k_dtype),
+                     checked(v_dtype)};
+    for (std::int64_t i = 0; i < count; ++i)
+        if (task.rows[i] < 0 || task.rows[i] >= num_rows) throw nb::index_error("no such row in the cache");
+    run(count * width > kManyNumbers, [&] { write(task); });
+}
+
+// Raises if a query sees a key in a block that there is not: an address must not be made of it.
+void check_blocks(const Decode& task, std::int64_t num_blocks) {
+    for (std::int64_t r = 0; r < task.num_requests; ++r) {
+        const Decode::Request& request = task.requests[r];
+        const std::int64_t* table = task.tables + request.table;
+        const auto check = [&](std::int64_t first, std::int64_t end) {
+            for (std::int64_t block = first; block < end; ++block)
+                if (table[block] < 0 || table[block] >= num_blocks) throw nb::index_error("no such block in the cache");
+        };
+        const auto blocks = [&](std::int64_t keys) { return (keys + task.block_size - 1) / task.block_size; };
+        check(0, blocks(std::min(task.sinks, request.length)));
+        check(request.start / task.block_size, blocks(request.length));
+    }
+}
+
 // `plan` is [num_requests, 4], the fields of Decode::Request, and behind it the tables.
 void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
                std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
                std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
-               std::int64_t sinks, float scale, float softcap, int num_threads) {
+               std::int64_t num_blocks, std::int64_t sinks, float scale, float softcap, int num_threads) {
     const auto [dtype, k_dtype, v_dtype] = dtypes;
     static_assert(sizeof(Decode::Request) == 4 * sizeof(std::int64_t));
     const auto* requests = reinterpret_cast<const Decode::Request*>(plan);
@@ -121,6 +158,7 @@ void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_
     const Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
                       group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
                       checked(k_dtype), checked(v_dtype)};
+    check_blocks(task, num_blocks);
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
@@ -151,9 +189,13 @@ NB_MODULE(_native, m) {
         .def("packed_linear", &bind_packed)
         .def("rms_norm", &rms_norm_at)
         .def("rotate", &rotate_at)
+        .def("gate", &gate_at)
         .def("decode", &decode_at);
     nb::class_<BoundLinear>(m, "Linear").def("__call__", &BoundLinear::operator());
     nb::class_<BoundPacked>(m, "PackedLinear").def("__call__", &BoundPacked::operator());
+    m.attr("SILU") = static_cast<int>(Gated::kSilu);
+    m.attr("GELU_TANH") = static_cast<int>(Gated::kGeluTanh);
+    m.def("write", &write_at);
     m.def("pack", &pack_at);
     m.def("packed_bytes", &packed_bytes);
     m.def("unpack_rows", &unpack_rows_at);

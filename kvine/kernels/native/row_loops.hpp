@@ -8,6 +8,7 @@
 
 namespace {
 
+using kvine::Gated;
 using kvine::Norm;
 using kvine::Rotation;
 
@@ -64,6 +65,29 @@ void rotate(const Rotation& rotation, std::int64_t begin, std::int64_t end) {
             if (rest < size) std::memcpy(y + rest, x + rest, size - rest);
         }
     }
+}
+
+// x times the logistic function of x, or of what makes it GELU by tanh.
+template <Gated::Activation activation>
+float activate(float x) {
+    float z = x;
+    if constexpr (activation == Gated::kGeluTanh) z = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+    const float less = exp_of_negative(from_bits(to_bits(z) | 0x80000000u));
+    return x * ((z < 0 ? less : 1.0f) / (1.0f + less));
+}
+
+template <class Format, Gated::Activation activation>
+void gate_with(const Gated& task, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin * Format::size; i < end * Format::size; i += Format::size) {
+        const float f = Format::widen(Format::round(activate<activation>(load_scalar<Format>(task.gate + i))));
+        store_scalar<Format>(task.y + i, f * load_scalar<Format>(task.up + i));
+    }
+}
+
+template <class Format>
+void gate(const Gated& task, std::int64_t begin, std::int64_t end) {
+    if (task.activation == Gated::kSilu) return gate_with<Format, Gated::kSilu>(task, begin, end);
+    gate_with<Format, Gated::kGeluTanh>(task, begin, end);
 }
 
 }  // namespace
