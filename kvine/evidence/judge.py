@@ -97,13 +97,15 @@ class Rounding:
         measured: largest difference between the reference and what else is right: the rows cut in another way, and for
             another library angles in fp32.
         logit_range: largest less smallest logit of the reference.
-        bound: `MARGIN` times measured, but never more than `LARGEST_SHARE` of the range.
+        bound: `MARGIN` times measured, but never more than the limit.
+        limit: what no rounding exceeds; by default `LARGEST_SHARE` of the range.
     """
 
     dtype: str
     measured: float
     logit_range: float
     bound: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -122,27 +124,30 @@ class Report:
         return all(run.verdict != "fault" for run in self.runs) and not (self.cells and self.cells.faults)
 
 
-def measure_rounding(dtype: torch.dtype, reference: Record, *controls: Tensor) -> Rounding:
+def measure_rounding(
+    dtype: torch.dtype, reference: Record, *controls: Tensor, largest_share: float | None = None
+) -> Rounding:
     """The bound for one dtype.
 
     Args:
         dtype: that both were computed in.
         reference: the cache-free path.
         controls: [n, vocabulary] each, the same logits computed rightly in another way.
+        largest_share: of the logits' range, beyond which no rounding goes; None: that of the dtype.
     """
     name = DTYPE_NAMES[dtype]
     measured = max(_largest((reference.logits - control).abs())[0] for control in controls)
     logit_range = float(reference.logits.max() - reference.logits.min())
     # Where both happen to agree to the last bit, the last bits of the largest logit are still open.
     last_place = LAST_PLACES * float(reference.logits.abs().max()) * torch.finfo(dtype).eps
-    bound = min(max(MARGIN * measured, last_place), LARGEST_SHARE[name] * logit_range)
-    return Rounding(name, measured, logit_range, bound)
+    limit = (LARGEST_SHARE[name] if largest_share is None else largest_share) * logit_range
+    return Rounding(name, measured, logit_range, min(max(MARGIN * measured, last_place), limit), limit)
 
 
 def judge_reference(path: str, reference: Record, rounding: Rounding) -> Run:
     """The reference's own run: at fault if rounding cannot explain how far it is from its control."""
     count = len(reference.chosen)
-    if rounding.measured <= LARGEST_SHARE[rounding.dtype] * rounding.logit_range:
+    if rounding.measured <= rounding.limit:
         return Run(path, rounding.dtype, "reference", count, count)
     return Run(
         path,

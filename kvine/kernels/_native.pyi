@@ -114,7 +114,16 @@ def packed_bytes(packing: int, in_features: int, out_features: int, /) -> int:
     """What a packed weight takes."""
 
 def unpack_rows(
-    packing: int, packed: int, in_features: int, out_features: int, ids: int, count: int, dtype: int, rows: int, /
+    packing: int,
+    packed: int,
+    in_features: int,
+    out_features: int,
+    ids: int,
+    count: int,
+    dtype: int,
+    rows: int,
+    num_threads: int,
+    /,
 ) -> None:
     """Rows with these int64 numbers, [count, in]. Raises IndexError if there is no such row."""
 

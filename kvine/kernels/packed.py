@@ -28,8 +28,14 @@ class PackedWeight:
     shape: tuple[int, int]
 
     @classmethod
-    def from_blocks(cls, blocks: Tensor, packing: str, order: Tensor | None = None) -> "PackedWeight":
-        """From `blocks`, uint8 [out, bytes of a row] as GGUF stores them. Row i is row `order[i]` of the blocks."""
+    def from_blocks(
+        cls, blocks: Tensor, packing: str, order: Tensor | None = None, *, num_threads: int | None = None
+    ) -> "PackedWeight":
+        """From `blocks`, uint8 [out, bytes of a row] as GGUF stores them. Row i is row `order[i]` of the blocks.
+
+        `num_threads` are torch's by default.
+        """
+        num_threads = torch.get_num_threads() if num_threads is None else num_threads
         native = kernels.require_native()
         out, row_bytes = blocks.shape
         in_features = row_bytes // BLOCK_BYTES[packing] * GROUP
@@ -37,7 +43,7 @@ class PackedWeight:
         data = torch.empty(native.packed_bytes(kind, in_features, out), dtype=torch.uint8)
         blocks = blocks.contiguous()
         address = 0 if order is None else order.data_ptr()
-        native.pack(kind, blocks.data_ptr(), address, data.data_ptr(), in_features, out, torch.get_num_threads())
+        native.pack(kind, blocks.data_ptr(), address, data.data_ptr(), in_features, out, num_threads)
         return cls(data, packing, (out, in_features))
 
     @property
@@ -46,9 +52,9 @@ class PackedWeight:
         return self.data.nbytes
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` [N] (int64), unpacked: [N, in]. Raises IndexError for a row that there is not."""
+        """Rows `ids` [N] (whole numbers), unpacked: [N, in]. Raises IndexError for a row that there is not."""
         native, (out, in_features) = kernels.require_native(), self.shape
-        ids = ids.contiguous()
+        ids = ids.to(torch.long).contiguous()
         rows = torch.empty((len(ids), in_features), dtype=dtype)
         native.unpack_rows(
             getattr(native, self.packing),
@@ -59,6 +65,7 @@ class PackedWeight:
             len(ids),
             kernels.dtype_codes(native)[dtype],
             rows.data_ptr(),
+            torch.get_num_threads(),
         )
         return rows
 

@@ -221,7 +221,9 @@ def _pack(checkpoint: _Checkpoint, role: str) -> PackedWeight:
     if _is_interleaved(checkpoint, role):
         rows = torch.arange(checkpoint.files.tensors[name].shape[0])
         order = _split_halves(rows, config.num_heads if role.split(".")[-2] == "q" else config.num_kv_heads)
-    return PackedWeight.from_blocks(checkpoint.files.blocks(name), checkpoint.files.tensors[name].type, order)
+    threads = max(1, torch.get_num_threads() // _READERS)  # for each of the readers
+    blocks, packing = checkpoint.files.blocks(name), checkpoint.files.tensors[name].type
+    return PackedWeight.from_blocks(blocks, packing, order, num_threads=threads)
 
 
 def _split_halves(rows: Tensor, num_heads: int) -> Tensor:

@@ -18,9 +18,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODECS = ("exact", *DTYPES)
 
 
-def pool_of(key: str = "exact", value: str = "exact", *, compute: str = "fp32", blocks: int = 7) -> KVPool:
+def pool_of(
+    key: str = "exact", value: str = "exact", *, compute: str = "fp32", blocks: int = 7, native: bool = False
+) -> KVPool:
     spec = CacheSpec((3, 5), num_kv_heads=3, head_dim=8, block_size=4, key_codec=key, value_codec=value)
-    return KVPool(spec, blocks, DTYPES[compute], CPU)
+    return KVPool(spec, blocks, DTYPES[compute], CPU, native=native)
 
 
 def kept(values: torch.Tensor, codec: str) -> torch.Tensor:
@@ -33,12 +35,13 @@ def kept(values: torch.Tensor, codec: str) -> torch.Tensor:
     return exact.to(DTYPES[codec])
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("value", CODECS)
 @pytest.mark.parametrize("key", CODECS)
-def test_a14_what_is_written_is_read_back_by_value(key: str, value: str, compute: str) -> None:
+def test_a14_what_is_written_is_read_back_by_value(key: str, value: str, compute: str, native: bool) -> None:
     torch.manual_seed(0)
-    pool = pool_of(key, value, compute=compute)
+    pool = pool_of(key, value, compute=compute, native=native)
     table = [5, 0, 6, 2]  # a sequence's blocks lie anywhere
     tokens = 14
     slots = torch.tensor([table[p // 4] * 4 + p % 4 for p in range(tokens)])

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(tmp_path: Path) -> None:
 # -- the judgement itself, on numbers worked out by hand ---------------------------------------------------------------
 
 REFERENCE = Record([0, 1], torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 2.98]]))
-ROUNDING = Rounding("fp32", measured=0.005, logit_range=3.0, bound=0.02)
+ROUNDING = Rounding("fp32", measured=0.005, logit_range=3.0, bound=0.02, limit=0.03)
 
 
 def judged(chosen: list[int], logits: list[list[float]]) -> Run:

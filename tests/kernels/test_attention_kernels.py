@@ -112,7 +112,9 @@ class Scene:
 @every_dtype
 def test_every_shape(path: str, dtype: torch.dtype) -> None:
     native = kernels.load(path)
-    for heads, width in itertools.product(((1, 1), (4, 4), (9, 3), (8, 2), (10, 2), (5, 1)), (8, 20, 64, 96)):
+    for heads, width in itertools.product(
+        ((1, 1), (4, 4), (9, 3), (8, 2), (10, 2), (5, 1)), (8, 20, 64, 80)
+    ):  # 80: whole steps and a rest, be a step 16 or 32
         scene = Scene([1, 5, 63, 64, 65, 300], heads=heads, width=width, dtype=dtype)
         scene.check(scene.attend(native))
     for block_size in (1, 3, 32, 256):
@@ -141,7 +143,7 @@ def test_every_mixture_of_formats(path: str) -> None:
 @every_path
 @every_dtype
 def test_a_result_depends_on_its_own_request_alone(path: str, dtype: torch.dtype) -> None:
-    """Not on batch mates, nor on the number of threads, nor on the size of blocks."""
+    """Not on batch mates, nor on the number of threads."""
     native, before = kernels.load(path), torch.get_num_threads()
     scene = Scene([900, 3, 2_000, 64], dtype=dtype)
     whole = scene.attend(native)
@@ -159,6 +161,31 @@ def test_a_result_depends_on_its_own_request_alone(path: str, dtype: torch.dtype
 
 
 @every_path
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_result_does_not_depend_on_the_size_of_blocks(path: str, moved: bool) -> None:
+    native = kernels.load(path)
+    scene = Scene([600, 70], window=300, sinks=5, moved=moved)
+    whole = scene.attend(native)
+    for block_size in (1, 7, 32, 1_000):
+        other = Scene([600, 70], window=300, sinks=5, moved=moved, block_size=block_size)
+        other.q, other.q_sink = scene.q, scene.q_sink
+        for r, length in enumerate(scene.lengths):
+            for position in range(length):
+                to = other.tables[r][position // block_size], slice(None), position % block_size
+                at = scene.tables[r][position // 16], slice(None), position % 16
+                other.k[to], other.v[to] = scene.k[at], scene.v[at]
+        assert torch.equal(other.attend(native), whole)
+
+
+@every_path
+def test_a_long_context_is_cut_into_longer_stretches(path: str) -> None:
+    """From 64 stretches of 256 keys on, that their number stays bounded."""
+    native = kernels.load(path)
+    scene = Scene([16_384, 16_385, 40_000], heads=(2, 1), width=8)
+    scene.check(scene.attend(native))
+
+
+@every_path
 @every_dtype
 def test_far_scores_neither_overflow_nor_vanish(path: str, dtype: torch.dtype) -> None:
     native = kernels.load(path)
@@ -168,6 +195,22 @@ def test_far_scores_neither_overflow_nor_vanish(path: str, dtype: torch.dtype) -
     scene.check(out)
     scene.q.zero_()  # all weights are equal
     scene.check(scene.attend(native))
+
+
+@every_path
+def test_keys_that_are_infinitely_far_weigh_nothing(path: str) -> None:
+    """A whole tile of them too, and the tile of the sinks."""
+    native = kernels.load(path)
+    for sinks, hidden in ((0, range(64)), (1, range(1)), (0, range(300))):
+        scene = Scene([310], sinks=sinks, heads=(2, 1))
+        scene.q[0, :, 0] = -1
+        for position in hidden:
+            scene.k[scene.tables[0][position // 16], 0, position % 16, 0] = torch.inf
+        seen = [position for position in range(310) if position not in hidden]
+        place = torch.tensor([scene.tables[0][p // 16] for p in seen]), torch.tensor(seen) % 16
+        keys, values = scene.k[place[0], 0, place[1]], scene.v[place[0], 0, place[1]]
+        expected = (scene.q[0] @ keys.T * scene.scale).softmax(-1) @ values
+        torch.testing.assert_close(scene.attend(native)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @every_path

@@ -108,6 +108,18 @@ def test_gating_is_what_torch_makes_of_it(path: str, dtype: torch.dtype) -> None
         assert y[0, 4] == torch.inf and y[0, 5].isnan()
 
 
+@every_dtype
+def test_what_is_not_summed_has_the_same_bits_on_every_path(dtype: torch.dtype) -> None:
+    gate, up = randn(3, 1_001, dtype=dtype) * 4, randn(3, 1_001, dtype=dtype, seed=1)
+    x, rope = randn(7, 3, 66, dtype=dtype), RotaryEmbedding(RopeConfig(10_000.0, 66), CPU)
+    cos, sin = rope.cos_sin(torch.arange(7))
+    for activation in ("silu", "gelu_tanh"):
+        gated = [kernels.load(path).gate(gate.clone(), up, activation) for path in kernels.available()]
+        assert all(torch.equal(one, gated[0]) for one in gated)
+    rotated = [kernels.load(path).rotate(x, cos, sin) for path in kernels.available()]
+    assert all(torch.equal(one, rotated[0]) for one in rotated)
+
+
 @pytest.mark.parametrize("kept", DTYPES, ids=["fp32", "bf16", "fp16"])
 @every_dtype
 def test_rows_are_written_as_the_codec_converts_them(dtype: torch.dtype, kept: torch.dtype) -> None:

@@ -95,20 +95,31 @@ def test_tokens_do_not_depend_on_batch_mates(path: str, monkeypatch: pytest.Monk
     texts = [
         torch.randint(0, vocabulary, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 33)
     ]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    cache = CacheConfig(block_size=4, prefix_caching=False)
 
-    def answers(groups: list[list[list[int]]]) -> list[list[int]]:
-        cache, config = CacheConfig(block_size=4, prefix_caching=False), EngineConfig()
-        engine = build_engine(config, standard_parts(model, cache, config, vocab_size=vocabulary, eos_ids=()))
-        tokens: dict[int, list[int]] = {}
+    def logits(groups: list[list[list[int]]]) -> list[torch.Tensor]:
+        """Of every next token, [12, vocabulary] for each text."""
+        engine = build_engine(
+            EngineConfig(), standard_parts(model, cache, EngineConfig(), vocab_size=vocabulary, eos_ids=())
+        )
+        seen: dict[int, list[torch.Tensor]] = {}
+        whole = engine.parts.runner.run
+
+        def run(step, **options):
+            rows = whole(step, **options)
+            sampling = [item.request.id for item in step if item.samples]
+            for request_id, row in zip(sampling, rows, strict=True):
+                seen.setdefault(request_id, []).append(row)
+            return rows
+
+        engine.parts.runner.run = run
         for group in groups:
             for text in group:
-                tokens[engine.add(text, params)] = []
+                engine.add(text, SamplingParams(max_tokens=12, ignore_eos=True))
             while engine.busy:
-                for event in engine.step():
-                    if event.sample is not None:
-                        tokens[event.request_id].append(event.sample.token_id)
-        return list(tokens.values())
+                engine.step()
+        return [torch.stack(rows) for _, rows in sorted(seen.items())]
 
-    together, alone = answers([texts]), answers([[text] for text in texts])
-    assert together == alone and [len(answer) for answer in together] == [12, 12, 12]
+    together, alone = logits([texts]), logits([[text] for text in texts])
+    assert [rows.shape for rows in together] == [(12, vocabulary)] * 3
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))

@@ -81,28 +81,32 @@ void add(const float* weights, std::int64_t group, std::int64_t width, const std
 }
 
 inline float weigh(float* scores, int count, float scale, float softcap, float& greatest, float& sum) {
+    const float infinity = std::numeric_limits<float>::infinity(), before = greatest;
     const int padded_count = (count + kSideBySide - 1) / kSideBySide * kSideBySide;
     for (int i = 0; i < count; ++i) scores[i] *= scale;
     if (softcap > 0)
         for (int i = 0; i < count; ++i) scores[i] = softcap * std::tanh(scores[i] / softcap);
-    for (int i = count; i < padded_count; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+    for (int i = count; i < padded_count; ++i) scores[i] = -infinity;
 
     float most[kSideBySide];
-    for (float& value : most) value = greatest;
+    for (float& value : most) value = before;
     for (int at = 0; at < padded_count; at += kSideBySide)
         for (int i = 0; i < kSideBySide; ++i) most[i] = scores[at + i] > most[i] ? scores[at + i] : most[i];
-    const float before = greatest;
-    for (const float value : most) greatest = value > greatest ? value : greatest;
+    float after = before;
+    for (const float value : most) after = value > after ? value : after;
+    const float base = after == -infinity ? 0.0f : after;  // nothing is known of a greatest yet, and -inf weighs 0
 
     float sums[kSideBySide] = {};
     for (int at = 0; at < padded_count; at += kSideBySide)
         for (int i = 0; i < kSideBySide; ++i) {
-            scores[at + i] = exp_of_negative(scores[at + i] - greatest);
-            sums[i] += scores[at + i];
+            const float weight = exp_of_negative(scores[at + i] - base);
+            scores[at + i] = weight;
+            sums[i] += weight;
         }
     float added = 0;
     for (const float value : sums) added += value;
-    const float shrunk = before == greatest ? 1.0f : exp_of_negative(before - greatest);
+    const float shrunk = before == after ? 1.0f : exp_of_negative(before - base);
+    greatest = after;
     sum = sum * shrunk + added;
     return shrunk;
 }

@@ -12,9 +12,17 @@
 namespace kvine {
 namespace {
 
-// Keys that one thread takes at a time. Stretches lie at multiples of it whoever computes them, and are put together in
-// their order, so that a result depends on its own sequence alone.
-constexpr std::int64_t kStretch = 256;
+// Keys that one thread takes at a time: a stretch. Stretches lie at multiples of it whoever computes them, and are put
+// together in their order; how long they are depends on the context's length alone, and so does the result.
+constexpr std::int64_t kLeastStretch = 256, kMostStretches = 64;
+
+std::int64_t stretch_of(std::int64_t length) {
+    std::int64_t stretch = kLeastStretch;
+    while (length > kMostStretches * stretch) stretch *= 2;
+    return stretch;
+}
+
+std::int64_t stretches_of(std::int64_t length) { return (length + stretch_of(length) - 1) / stretch_of(length); }
 
 // Waking a thread takes a few microseconds, in which one core reads this much.
 constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
@@ -65,8 +73,13 @@ class Stretch {
   public:
     Stretch(const Path& path, const Decode& task, const Decode::Request& request, std::int64_t kv_head)
         : path_(path), task_(task), request_(request), kv_head_(kv_head),
-          stride_((task.width + path.step - 1) / path.step * path.step), x_(task.group * stride_),
-          scores_(task.group * kTileKeys) {}
+          stride_((task.width + path.step - 1) / path.step * path.step) {
+        thread_local std::vector<float> kept;
+        const auto needed = static_cast<std::size_t>(task.group * (stride_ + kTileKeys));
+        if (kept.size() < needed) kept.resize(needed);
+        scores_ = kept.data();
+        x_ = scores_ + task.group * kTileKeys;
+    }
 
     void attend(std::int64_t begin, std::int64_t end, float* greatest, float* sum, float* values) {
         const std::int64_t sinks = std::min(task_.sinks, request_.length);
@@ -82,14 +95,14 @@ class Stretch {
             const int count = static_cast<int>(std::min(end - at, kTileKeys - at % kTileKeys));
             const std::byte *keys[kTileKeys], *rows[kTileKeys];
             locate(at, count, keys, rows);
-            path_.score[task_.k_dtype](x_.data(), task_.group, task_.width, keys, count, scores_.data());
+            path_.score[task_.k_dtype](x_, task_.group, task_.width, keys, count, scores_);
             for (std::int64_t head = 0; head < task_.group; ++head) {
-                const float shrunk = path_.weigh(scores_.data() + head * kTileKeys, count, task_.scale, task_.softcap,
+                const float shrunk = path_.weigh(scores_ + head * kTileKeys, count, task_.scale, task_.softcap,
                                                  greatest[head], sum[head]);
                 if (shrunk != 1.0f)
                     for (std::int64_t i = 0; i < stride_; ++i) values[head * stride_ + i] *= shrunk;
             }
-            path_.add[task_.v_dtype](scores_.data(), task_.group, task_.width, rows, count, values);
+            path_.add[task_.v_dtype](scores_, task_.group, task_.width, rows, count, values);
             at += count;
         }
     }
@@ -99,21 +112,24 @@ class Stretch {
         const int* order = path_.order[task_.k_dtype];
         const std::int64_t first = (request_.row * task_.kv_heads + kv_head_) * task_.group * task_.width;
         for (std::int64_t head = 0; head < task_.group; ++head)
-            for (std::int64_t i = 0; i < stride_; ++i) {
-                const std::int64_t from = i - i % path_.step + order[i % path_.step];
-                x_[head * stride_ + i] =
-                    from < task_.width ? load(task_.dtype, q, first + head * task_.width + from) : 0.0f;
-            }
+            for (std::int64_t step = 0; step < stride_; step += path_.step)
+                for (std::int64_t i = 0; i < path_.step; ++i) {
+                    const std::int64_t from = step + order[i];
+                    x_[head * stride_ + step + i] =
+                        from < task_.width ? load(task_.dtype, q, first + head * task_.width + from) : 0.0f;
+                }
     }
 
     void locate(std::int64_t begin, int count, const std::byte** keys, const std::byte** rows) const {
         const std::int64_t k_size = task_.width * size_of(task_.k_dtype), v_size = task_.width * size_of(task_.v_dtype);
         const std::int64_t* table = task_.tables + request_.table;
-        for (int i = 0; i < count; ++i) {
-            const std::int64_t block = (begin + i) / task_.block_size, offset = (begin + i) % task_.block_size;
-            const std::int64_t row = (table[block] * task_.kv_heads + kv_head_) * task_.block_size + offset;
-            keys[i] = task_.k + row * k_size;
-            rows[i] = task_.v + row * v_size;
+        std::int64_t block = begin / task_.block_size, offset = begin % task_.block_size;
+        for (int i = 0; i < count; ++block, offset = 0) {
+            std::int64_t row = (table[block] * task_.kv_heads + kv_head_) * task_.block_size + offset;
+            for (; i < count && offset < task_.block_size; ++i, ++offset, ++row) {
+                keys[i] = task_.k + row * k_size;
+                rows[i] = task_.v + row * v_size;
+            }
         }
     }
 
@@ -121,30 +137,31 @@ class Stretch {
     const Decode& task_;
     const Decode::Request& request_;
     std::int64_t kv_head_, stride_;
-    std::vector<float> x_, scores_;
+    float *x_, *scores_;
 };
 
-// Puts the stretches of one request and KV head together and writes its part of y.
+// Puts the stretches of one request and KV head together and writes its part of y. The greatest scores become factors.
 void finish(const Path& path, const Decode& task, const Partials& partials, std::int64_t first, std::int64_t count,
             std::int64_t row, std::int64_t kv_head) {
     const std::int64_t stride = (task.width + path.step - 1) / path.step * path.step;
     const int* order = path.order[task.v_dtype];
-    std::vector<float> factors(static_cast<std::size_t>(count));
     for (std::int64_t head = 0; head < task.group; ++head) {
         float greatest = -std::numeric_limits<float>::infinity(), sum = 0;
-        for (std::int64_t i = 0; i < count; ++i) greatest = std::max(greatest, partials.greatest(first + i)[head]);
-        for (std::int64_t i = 0; i < count; ++i) {
-            factors[i] = std::exp(partials.greatest(first + i)[head] - greatest);
-            sum += factors[i] * partials.sum(first + i)[head];
+        for (std::int64_t n = first; n < first + count; ++n) greatest = std::max(greatest, partials.greatest(n)[head]);
+        for (std::int64_t n = first; n < first + count; ++n) {
+            float& factor = partials.greatest(n)[head];
+            factor = std::exp(factor - greatest);
+            sum += factor * partials.sum(n)[head];
         }
         const std::int64_t to = ((row * task.kv_heads + kv_head) * task.group + head) * task.width;
-        for (std::int64_t i = 0; i < stride; ++i) {
-            const std::int64_t at = i - i % path.step + order[i % path.step];
-            if (at >= task.width) continue;
-            float value = 0;
-            for (std::int64_t n = 0; n < count; ++n) value += factors[n] * partials.values(first + n)[head * stride + i];
-            store(task.dtype, task.y, to + at, value / sum);
-        }
+        for (std::int64_t step = 0; step < stride; step += path.step)
+            for (std::int64_t i = 0; i < path.step; ++i) {
+                if (step + order[i] >= task.width) continue;
+                float value = 0;
+                for (std::int64_t n = first; n < first + count; ++n)
+                    value += partials.greatest(n)[head] * partials.values(n)[head * stride + step + i];
+                store(task.dtype, task.y, to + step + order[i], value / sum);
+            }
     }
 }
 
@@ -160,26 +177,28 @@ std::int64_t context_bytes(const Decode& task) {
 }
 
 void decode(const Path& path, const Decode& task, int num_threads) {
-    std::vector<std::int64_t> first{0};  // stretch of each request, for its first KV head
+    thread_local std::vector<std::int64_t> kept;
+    std::vector<std::int64_t>& first = kept;  // stretch of each request, for its first KV head
+    first.assign(1, 0);
     for (std::int64_t r = 0; r < task.num_requests; ++r)
-        first.push_back(first.back() + (task.requests[r].length + kStretch - 1) / kStretch * task.kv_heads);
+        first.push_back(first.back() + stretches_of(task.requests[r].length) * task.kv_heads);
     const std::int64_t stride = (task.width + path.step - 1) / path.step * path.step;
     const Partials partials(first.back(), task.group, stride);
 
     const auto attend = [&](std::int64_t i) {
         const std::int64_t r = std::upper_bound(first.begin(), first.end(), i) - first.begin() - 1;
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads, within = i - first[r];
-        const std::int64_t begin = within % per_head * kStretch;
+        const std::int64_t stretch = stretch_of(task.requests[r].length), begin = within % per_head * stretch;
         partials.clear(i);
         Stretch(path, task, task.requests[r], within / per_head)
-            .attend(begin, begin + kStretch, partials.greatest(i), partials.sum(i), partials.values(i));
+            .attend(begin, begin + stretch, partials.greatest(i), partials.sum(i), partials.values(i));
     };
     const auto conclude = [&](std::int64_t i) {
         const std::int64_t r = i / task.kv_heads, kv_head = i % task.kv_heads;
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads;
         finish(path, task, partials, first[r] + kv_head * per_head, per_head, task.requests[r].row, kv_head);
     };
-    const std::int64_t useful = context_bytes(task) / kLeastBytesOfThread;
+    const std::int64_t useful = std::min(context_bytes(task) / kLeastBytesOfThread, first.back());
     const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, std::max(num_threads, 1)));
     if (threads == 1) {
         for (std::int64_t i = 0; i < first.back(); ++i) attend(i);

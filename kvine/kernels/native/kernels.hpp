@@ -179,7 +179,7 @@ void pack(Packing packing, const std::byte* blocks, const std::int64_t* order, s
 
 // Rows `ids` of a packed weight in a dtype, [count, in].
 void unpack_rows(Packing packing, const std::byte* packed, std::int64_t in, const std::int64_t* ids, std::int64_t count,
-                 DType dtype, std::byte* rows);
+                 DType dtype, std::byte* rows, int num_threads);
 
 // Bytes of K and V that attention reads at most.
 std::int64_t context_bytes(const Decode& task);

@@ -69,12 +69,12 @@ void dot_tile(const std::byte* const* stored, const float* x, std::int64_t width
 }
 
 // e to the power x for x <= 0, to 1e-7 of its value: 2^n times a polynomial over half a power of two around. Less than
-// the least normal number is 0; a NaN stays one.
+// the least normal number is 0; a NaN stays one. There is no branch in it, so that loops over it become vectors.
 inline float exp_of_negative(float x) {
-    const float power = x * 0x1.715476p+0f;                  // x / ln 2
-    const float shifted = power + 0x1.8p23f;                 // n in the lowest bits
+    const float bounded = x < -87.0f ? -87.0f : x;
+    const float shifted = bounded * 0x1.715476p+0f + 0x1.8p23f;  // n, the nearest to x / ln 2, in the lowest bits
     const float n = shifted - 0x1.8p23f;
-    const float rest = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first of few bits
+    const float rest = (bounded - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first of few bits
     float sum = 1.0f / 5040;
     sum = sum * rest + 1.0f / 720;
     sum = sum * rest + 1.0f / 120;
@@ -84,7 +84,7 @@ inline float exp_of_negative(float x) {
     sum = sum * rest + 1.0f;
     sum = sum * rest + 1.0f;
     const float value = sum * from_bits((to_bits(shifted) << 23) + to_bits(1.0f));
-    return x < -87.0f ? 0.0f : value;
+    return from_bits(to_bits(value) & (x < -87.0f ? 0u : ~0u));
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ struct BoundLinear {
     void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
         Product call = product;
         call.x = at(x), call.y = into(y), call.rows = rows;
-        run(weight_bytes(dtype, call) > kLongRead, [&] { linear(*path, dtype, call, num_threads); });
+        run(weight_bytes(dtype, call) * rows > kLongRead, [&] { linear(*path, dtype, call, num_threads); });
     }
 };
 
@@ -85,11 +85,14 @@ void pack_at(int packing, std::uintptr_t blocks, std::uintptr_t order, std::uint
 }
 
 void unpack_rows_at(int packing, std::uintptr_t packed, std::int64_t in, std::int64_t out, std::uintptr_t ids,
-                    std::int64_t count, int dtype, std::uintptr_t rows) {
+                    std::int64_t count, int dtype, std::uintptr_t rows, int num_threads) {
     const auto* wanted = reinterpret_cast<const std::int64_t*>(ids);
     for (std::int64_t i = 0; i < count; ++i)
         if (wanted[i] < 0 || wanted[i] >= out) throw nb::index_error("no such row");
-    unpack_rows(checked_packing(packing), at(packed), in, wanted, count, checked(dtype), into(rows));
+    const Packing kind = checked_packing(packing);
+    const DType format = checked(dtype);
+    run(count * in > kManyNumbers,
+        [&] { unpack_rows(kind, at(packed), in, wanted, count, format, into(rows), num_threads); });
 }
 
 std::int64_t packed_bytes(int packing, std::int64_t in, std::int64_t out) {

@@ -123,10 +123,12 @@ void pack(Packing packing, const std::byte* blocks, const std::int64_t* order, s
 }
 
 void unpack_rows(Packing packing, const std::byte* packed, std::int64_t in, const std::int64_t* ids, std::int64_t count,
-                 DType dtype, std::byte* rows) {
+                 DType dtype, std::byte* rows, int num_threads) {
     const auto unpack = dtype == kBf16 ? unpack_row<Bf16> : dtype == kFp16 ? unpack_row<Fp16> : unpack_row<Fp32>;
-    for (std::int64_t i = 0; i < count; ++i)
-        unpack(packing, packed, in, ids[i], rows + i * in * size_of(dtype));
+    share(count, count * in / kLeastBytesOfThread, num_threads, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i)
+            unpack(packing, packed, in, ids[i], rows + i * in * size_of(dtype));
+    });
 }
 
 }  // namespace kvine

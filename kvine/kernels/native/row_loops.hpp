@@ -2,6 +2,7 @@
 // compilers turn into vectors.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "lanes.hpp"
@@ -78,9 +79,16 @@ float activate(float x) {
 
 template <class Format, Gated::Activation activation>
 void gate_with(const Gated& task, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin * Format::size; i < end * Format::size; i += Format::size) {
-        const float f = Format::widen(Format::round(activate<activation>(load_scalar<Format>(task.gate + i))));
-        store_scalar<Format>(task.y + i, f * load_scalar<Format>(task.up + i));
+    constexpr std::int64_t kAtATime = 64;  // through arrays of their own: y may be gate
+    float f[kAtATime], up[kAtATime];
+    for (std::int64_t first = begin; first < end; first += kAtATime) {
+        const std::int64_t count = std::min(kAtATime, end - first), offset = first * Format::size;
+        const std::byte *from_gate = task.gate + offset, *from_up = task.up + offset;
+        std::byte* y = task.y + offset;
+        for (std::int64_t i = 0; i < count; ++i) f[i] = load_scalar<Format>(from_gate + i * Format::size);
+        for (std::int64_t i = 0; i < count; ++i) up[i] = load_scalar<Format>(from_up + i * Format::size);
+        for (std::int64_t i = 0; i < count; ++i) f[i] = Format::widen(Format::round(activate<activation>(f[i])));
+        for (std::int64_t i = 0; i < count; ++i) store_scalar<Format>(y + i * Format::size, f[i] * up[i]);
     }
 }
 
