@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench proof docs clean
+.PHONY: demo test lint bench proof sanitize docs clean
 
 # The question is one whose answer is far from any tie, so that it is right in every dtype.
 demo: .venv/base.stamp  ## fetch the default model and ask it something
@@ -20,6 +20,16 @@ test: .venv/dev.stamp  ## all tests but the slow ones
 
 proof: .venv/dev.stamp  ## the slow tests
 	$(BIN)/python -m pytest -m slow
+
+sanitize: .venv/dev.stamp  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
+	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind
+	$(BIN)/cmake -S kvine/kernels/native -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \
+	    -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+	$(BIN)/cmake --build build/sanitize
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 $(BIN)/python tests/kernels/sanitized.py build/sanitize
 
 lint: .venv/dev.stamp  ## style, formatting, types
 	$(BIN)/ruff check $(CODE)

@@ -93,23 +93,45 @@ void add_group(const std::byte* group, int half, const Quantized& x, std::int64_
     }
 }
 
+// How far ahead of its use a weight is fetched. Past the end of the tensor this fetches nothing that is needed.
+constexpr std::int64_t kAheadBytes = 1536;
+
+// y of `Tiles` tiles, `tile`, `tile + apart`, ..., which are streams of their own, and of `count` rows from `row` on.
+template <class Lanes, Packing packing, int Tiles>
+void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t row,
+                    std::int64_t count, std::int64_t tile, std::int64_t apart) {
+    static_assert(2 * Lanes::width == kTileOfOutputs);
+    constexpr std::int64_t size = kvine::bytes_of_group(packing);
+    const std::int64_t groups = product.in / kGroup;
+    alignas(64) float sums[Tiles][kRowsAtATime / Tiles * kTileOfOutputs];
+    for (auto& of_tile : sums) std::fill_n(of_tile, count * kTileOfOutputs, 0.0f);
+    for (std::int64_t g = 0; g < groups; ++g)
+        for (int t = 0; t < Tiles; ++t) {
+            const std::byte* group = product.weight + ((tile + t * apart) * groups + g) * size;
+            for (std::int64_t line = 0; line < size; line += 64) __builtin_prefetch(group + kAheadBytes + line);
+            for (int half = 0; half < 2; ++half)
+                add_group<Lanes, packing>(group, half, x, g * product.rows + row, count, sums[t]);
+        }
+    for (int t = 0; t < Tiles; ++t)
+        for (std::int64_t r = 0; r < count; ++r)
+            store_tile(dtype, product, row + r, (tile + t * apart) * kTileOfOutputs, sums[t] + r * kTileOfOutputs);
+}
+
+// Of few rows the weight's way from memory is what counts, and four streams keep more reads in flight than one.
 template <class Lanes, Packing packing>
 void multiply_packed(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t begin,
                      std::int64_t end) {
-    static_assert(2 * Lanes::width == kTileOfOutputs);
-    const std::int64_t groups = product.in / kGroup;
-    alignas(64) float sums[kRowsAtATime * kTileOfOutputs];
+    constexpr int kStreams = 4;
     for (std::int64_t row = 0; row < product.rows; row += kRowsAtATime) {
         const std::int64_t count = std::min(kRowsAtATime, product.rows - row);
-        for (std::int64_t tile = begin; tile < end; ++tile) {
-            std::fill_n(sums, count * kTileOfOutputs, 0.0f);
-            const std::byte* group = product.weight + tile * groups * kvine::bytes_of_group(packing);
-            for (std::int64_t g = 0; g < groups; ++g, group += kvine::bytes_of_group(packing))
-                for (int half = 0; half < 2; ++half)
-                    add_group<Lanes, packing>(group, half, x, g * product.rows + row, count, sums);
-            for (std::int64_t r = 0; r < count; ++r)
-                store_tile(dtype, product, row + r, tile * kTileOfOutputs, sums + r * kTileOfOutputs);
+        std::int64_t tile = begin;
+        if (count <= kRowsAtATime / kStreams) {
+            const std::int64_t apart = (end - begin) / kStreams;
+            for (; tile < begin + apart; ++tile)
+                multiply_tiles<Lanes, packing, kStreams>(product, dtype, x, row, count, tile, apart);
+            tile = begin + apart * kStreams;
         }
+        for (; tile < end; ++tile) multiply_tiles<Lanes, packing, 1>(product, dtype, x, row, count, tile, 0);
     }
 }
 
