@@ -1,11 +1,11 @@
-"""Runs the kernels' tests on an extension that was built into another folder: `python tests/kernels/sanitized.py FOLDER`."""
+"""Runs the kernels' tests on an extension that was built elsewhere: `python tests/kernels/sanitized.py FOLDER`."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401: before the extension, as `kvine.kernels` does it
+import torch  # before the extension, as `kvine.kernels` does it
 
 TESTS = Path(__file__).parent
 
@@ -18,7 +18,7 @@ def main(folder: str) -> int:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[spec.name] = module
-    print(f"The tests run on {built}.")
+    print(f"The tests run on {built}, with {torch.get_num_threads()} threads.")
     return pytest.main(["-q", "-p", "no:cacheprovider", *map(str, sorted(TESTS.glob("test_*_kernels.py")))])
 
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "formats.hpp"
 #include "kernels.hpp"
@@ -28,31 +29,31 @@ void quantize(const kvine::Product& product, const Quantized& to, std::int64_t b
     const std::int64_t groups = product.in / kGroup;
     for (std::int64_t row = begin; row < end; ++row)
         for (std::int64_t group = 0; group < groups; ++group) {
-            const std::byte* __restrict from = product.x + (row * product.in + group * kGroup) * Format::size;
-            std::int8_t* __restrict q = to.q + (group * product.rows + row) * kGroup;
-            float x[kGroup], most[8] = {}, broken[8] = {};
+            const std::byte* from = product.x + (row * product.in + group * kGroup) * Format::size;
+            float x[kGroup];
+            std::int32_t sizes[kGroup], wholes[kGroup];
             for (int i = 0; i < kGroup; ++i) x[i] = load_scalar<Format>(from + i * Format::size);
-            for (int at = 0; at < kGroup; at += 8)
-                for (int i = 0; i < 8; ++i) {
-                    const float size = from_bits(to_bits(x[at + i]) & 0x7fffffffu);
-                    most[i] = size > most[i] ? size : most[i];
-                    broken[i] += x[at + i] * 0.0f;  // a NaN, if x is infinite or one
-                }
-            float greatest = 0, nan = 0;
-            for (int i = 0; i < 8; ++i) greatest = most[i] > greatest ? most[i] : greatest, nan += broken[i];
-            const float factor = greatest > 1e-30f && nan == 0 ? 127.0f / greatest : 0.0f;  // 1e-30 and less is 0
-            int sums[8] = {};
-            for (int at = 0; at < kGroup; at += 8)
-                for (int i = 0; i < 8; ++i) {
-                    // Adding so much leaves whole numbers, rounded to nearest, in the lowest bits.
-                    const float shifted = x[at + i] * factor + 0x1.8p23f;
-                    const int whole = static_cast<int>(to_bits(shifted)) - static_cast<int>(to_bits(0x1.8p23f));
-                    q[at + i] = static_cast<std::int8_t>(nan == 0 ? whole : 0);
-                    sums[i] += nan == 0 ? whole : 0;
-                }
-            int sum = 0;
-            for (const int part : sums) sum += part;
-            const float scale = factor > 0 ? greatest / 127.0f : nan;
+            // Without its sign a number is as large as its bits, and those of infinity and NaN are the largest.
+            std::memcpy(sizes, x, sizeof sizes);
+            std::int32_t most = 0;
+            for (int i = 0; i < kGroup; ++i) {
+                const std::int32_t size = sizes[i] & 0x7fffffff;
+                most = size > most ? size : most;
+            }
+            const float greatest = from_bits(static_cast<std::uint32_t>(most));
+            const bool broken = most >= 0x7f800000;
+            const float factor = !broken && greatest > 1e-30f ? 127.0f / greatest : 0.0f;  // 1e-30 and less is 0
+            // Adding so much leaves whole numbers, rounded to nearest, in the lowest bits.
+            for (int i = 0; i < kGroup; ++i) x[i] = x[i] * factor + 0x1.8p23f;
+            std::memcpy(wholes, x, sizeof wholes);
+            const auto zero = static_cast<std::int32_t>(to_bits(0x1.8p23f));
+            for (int i = 0; i < kGroup; ++i) wholes[i] = broken ? 0 : wholes[i] - zero;
+            std::int32_t sum = 0;
+            for (int i = 0; i < kGroup; ++i) sum += wholes[i];
+            std::int8_t bytes[kGroup];
+            for (int i = 0; i < kGroup; ++i) bytes[i] = static_cast<std::int8_t>(wholes[i]);
+            std::memcpy(to.q + (group * product.rows + row) * kGroup, bytes, sizeof bytes);
+            const float scale = broken ? std::numeric_limits<float>::quiet_NaN() : factor > 0 ? greatest / 127.0f : 0.0f;
             to.scale[group * product.rows + row] = scale;
             to.sum[group * product.rows + row] = scale * static_cast<float>(sum);
         }
