@@ -170,7 +170,7 @@ class CacheOptions:
     max_step_tokens: Annotated[int, _cache("Tokens in one model call; longer prompts are read in chunks.")] = (
         EngineConfig.max_step_tokens
     )
-    backend: Annotated[str, _cache("Attention backend: auto, sdpa or reference.")] = EngineConfig.backend
+    backend: Annotated[str, _cache("Attention backend: auto, native, sdpa or reference.")] = EngineConfig.backend
 
     def configs(self) -> tuple[CacheConfig, EngineConfig]:
         """What `LLM` takes. Raises ConfigError for a value that cannot work."""

@@ -113,7 +113,7 @@ def load_model(
         decoder=build_decoder(checkpoint.config, loaded, compute, place),
         dtype=compute,
         device=place,
-        dtype_reason=reason + _packed_note(checkpoint, packed),
+        dtype_reason=reason + _packed_note(checkpoint, weights, packed),
         unused_tensors=checkpoint.unused,
         fingerprint=_fingerprint(checkpoint, packed),
         weight_bytes=sum(weight.nbytes for weight in loaded.values()),
@@ -209,9 +209,13 @@ def _packed_roles(checkpoint: _Checkpoint, weights: str, device: torch.device) -
     return frozenset(role for role, info in stored.items() if info.type in BLOCK_BYTES and len(info.shape) == 2)
 
 
-def _packed_note(checkpoint: _Checkpoint, packed: frozenset[str]) -> str:
+def _packed_note(checkpoint: _Checkpoint, weights: str, packed: frozenset[str]) -> str:
+    if weights == "exact":
+        return ""
+    if not packed:
+        return "; no weight stays packed, which takes Q8_0, Q4_0 or Q4_1 in a GGUF file and compiled kernels"
     types = sorted({checkpoint.files.tensors[checkpoint.names[role]].type for role in packed})
-    return f"; {len(packed)} weights stay packed ({', '.join(types)})" if packed else ""
+    return f"; {len(packed)} weights stay packed ({', '.join(types)})"
 
 
 def _pack(checkpoint: _Checkpoint, role: str) -> PackedWeight:

@@ -76,13 +76,14 @@ def norm_bytes(model: LoadedModel) -> int:
 def test_what_cannot_be_packed_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = tiny_model("llama")
     for path in (folder, write_gguf(model, folder, "F16"), write_gguf(model, folder, "Q5_1")):
-        assert not packed_of(load(path)) and "packed" not in load(path).dtype_reason
+        assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
+        assert "packed" not in load(path, "exact").dtype_reason
     path = write_gguf(model, folder, "Q8_0")
     assert packed_of(load(path)) and not packed_of(load(path, "exact"))
     with pytest.raises(ConfigError, match="weights 'q3' is unknown: choose one of exact, auto"):
         load(path, "q3")
     monkeypatch.setenv(kernels.VARIABLE, "off")
-    assert not packed_of(load(path))
+    assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
 
 
 @pytest.mark.parametrize("path", kernels.available())
