@@ -6,7 +6,7 @@ Keys are stored rotated, so an error of one angle would stay in the cache: angle
 import torch
 from torch import Tensor
 
-from kvine.kernels import Kernels
+from kvine.kernels import Kernels, is_plain, turn
 from kvine.rope_scaling import RopeConfig, RopeKind, attention_scaling, inverse_frequencies
 
 __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding", "rotate"]
@@ -15,7 +15,8 @@ __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding", "rotate"]
 class RotaryEmbedding:
     """Cosines and sines of one `RopeConfig`; holds one small table and nothing that depends on a request.
 
-    `length` is the number of tokens to serve, for the two kinds whose table depends on it (`dynamic`, `longrope`).
+    `frequencies` are radians a position, fp64 [R / 2]. `length` is the number of tokens to serve, for the two kinds
+    whose table depends on it (`dynamic`, `longrope`).
     `native` are the kernels that rotate, where they can.
     """
 
@@ -28,7 +29,7 @@ class RotaryEmbedding:
         self._device = device
         # MPS has no float64; there the angles, a few per step, are computed on the CPU.
         where = torch.device("cpu") if device.type == "mps" else device
-        self._frequencies = torch.tensor(inverse_frequencies(config, length), dtype=torch.float64, device=where)
+        self.frequencies = torch.tensor(inverse_frequencies(config, length), dtype=torch.float64, device=where)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What `rotate` needs at `positions` [N] (integers): two fp32 tensors [N, 1, rotary_dim].
@@ -36,7 +37,9 @@ class RotaryEmbedding:
         The cosines stand there twice, once for each half; the sines with a minus for the first half and a plus for the
         second. Both are times the kind's scaling.
         """
-        angles = torch.outer(positions.to(self._frequencies), self._frequencies)  # [N, rotary_dim // 2]
+        if self.native is not None and positions.dtype is torch.long and is_plain(positions):
+            return turn(self.frequencies, self.scaling, positions)
+        angles = torch.outer(positions.to(self.frequencies), self.frequencies)  # [N, rotary_dim // 2]
         cos, sin = angles.cos(), angles.sin()
         if self.scaling != 1.0:
             cos, sin = cos * self.scaling, sin * self.scaling

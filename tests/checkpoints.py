@@ -107,7 +107,8 @@ def write_gguf(
 ) -> Path:
     """The model as a GGUF file in `folder`, matrices as `quant` ("F32", "F16", "BF16", "Q8_0", "Q4_1", ...).
 
-    `extra` may add keys, such as a tokenizer. Gemma's norms get their 1, llama's heads their order.
+    `extra` may add keys, such as a tokenizer. Rows that are no whole blocks stay F32. Gemma's norms get their 1,
+    llama's heads their order.
     """
     path = folder / f"model-{quant or 'F32'}.gguf"
     config = model.config
@@ -127,7 +128,10 @@ def write_gguf(
             data = interleave_heads(data, config.num_attention_heads)
         if arch == "llama" and "self_attn.k_proj" in name:
             data = interleave_heads(data, config.num_key_value_heads)
-        _add_tensor(writer, _gguf_name(name, arch), data, (quant or "F32") if data.ndim == 2 else "F32")
+        whole = (
+            data.ndim == 2 and data.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant or "F32"]][0] == 0
+        )
+        _add_tensor(writer, _gguf_name(name, arch), data, (quant or "F32") if whole else "F32")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))

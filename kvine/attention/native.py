@@ -2,6 +2,7 @@
 its heads. Longer stretches of a prompt are left to torch, whose kernels multiply matrices.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +45,13 @@ class NativeBackend:
 
     def plan(self, batch: Batch, group: int, spec: CacheSpec) -> _Plan:
         """Where the single queries find their keys, and the other backend's plan of the rest."""
-        requests: list[int] = []
-        tables: list[int] = []
-        longer: list[int] = []
-        for r, length in enumerate(batch.context_len):
-            row = batch.query_start[r]
-            if batch.query_start[r + 1] - row > 1:
-                longer.append(r)
-                continue
-            requests += (row, length, spec.window_start(length - 1), len(tables))
-            tables += batch.groups[group].block_tables[r][: spec.num_blocks(length)]
+        starts, tables = batch.query_start, batch.groups[group].block_tables
+        single = [r for r in range(batch.num_requests) if starts[r + 1] - starts[r] == 1]
+        longer = [r for r in range(batch.num_requests) if starts[r + 1] - starts[r] > 1]
+        places = [(starts[r], batch.context_len[r]) for r in single]
+        decode = torch.tensor(single_queries(places, [tables[r] for r in single], spec), dtype=torch.long)
         prefill = self._prefill.plan_requests(batch, group, spec, longer)
-        return _Plan(torch.tensor(requests + tables, dtype=torch.long), len(requests) // 4, spec.sink_tokens, prefill)
+        return _Plan(decode, len(single), spec.sink_tokens, prefill)
 
     def attend(
         self,
@@ -88,3 +84,13 @@ class NativeBackend:
         if plan.prefill:
             self._prefill.attend(q, kv, plan.prefill, scale=scale, q_sink=q_sink, softcap=softcap, out=out)
         return out
+
+
+def single_queries(places: Sequence[tuple[int, int]], tables: Sequence[list[int]], spec: CacheSpec) -> list[int]:
+    """The plan of `Kernels.decode`: `places` are each request's row of q and the number of its keys."""
+    requests: list[int] = []
+    blocks: list[int] = []
+    for (row, length), table in zip(places, tables, strict=True):
+        requests += (row, length, spec.window_start(length - 1), len(blocks))
+        blocks += table[: spec.num_blocks(length)]
+    return requests + blocks

@@ -18,6 +18,7 @@ from kvine.cache.pool import KVPool
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig, EngineConfig, parse_bytes
 from kvine.engine.engine import Engine, EngineParts
+from kvine.engine.fused import FusedDecoder
 from kvine.engine.resources import free_memory
 from kvine.engine.runner import Runner
 from kvine.errors import ConfigError
@@ -77,7 +78,7 @@ def standard_parts(
     endless = all(spec.window is not None for spec in specs) and cache.sink_rule == "in_cache"
     return EngineParts(
         manager,
-        Runner(model.decoder, attention, manager, model.device),
+        Runner(model.decoder, attention, manager, model.device, FusedDecoder.bind(model.decoder, attention, native)),
         Sampler(min(vocab_size, model.config.vocab_size)),
         frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
         model.config.vocab_size,

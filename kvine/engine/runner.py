@@ -10,6 +10,7 @@ from torch import Tensor
 from kvine.attention.base import Batch, GroupBatch
 from kvine.attention.cached import CachedAttention
 from kvine.cache.manager import CacheManager
+from kvine.engine.fused import FusedDecoder
 from kvine.engine.scheduler import Scheduled
 from kvine.models.decoder import Attend, Observer
 
@@ -34,13 +35,22 @@ class Runner:
         attention: over the pools that `manager` hands out.
         manager: whose copies are made before anything is written.
         device: where the model is.
+        fused: the same model for steps of single queries, where nobody observes.
     """
 
-    def __init__(self, decoder: Model, attention: CachedAttention, manager: CacheManager, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Model,
+        attention: CachedAttention,
+        manager: CacheManager,
+        device: torch.device,
+        fused: FusedDecoder | None = None,
+    ) -> None:
         self.decoder = decoder
         self.attention = attention
         self.manager = manager
         self.device = device
+        self.fused = fused
         self.observer: Observer | None = None
 
     @torch.inference_mode()
@@ -55,6 +65,8 @@ class Runner:
             [M, vocabulary] fp32, in the order of `step`.
         """
         self.make_copies()
+        if self.fused is not None and self.observer is None and self.fused.takes(step):
+            return self.fused.run(step, all_logits=all_logits)
         batch = self.batch(step, all_logits=all_logits)
         hidden = self.decoder.forward(batch.input_ids, batch.positions, self.attention.step(batch), self.observer)
         return self.decoder.logits(hidden[batch.logits_index])

@@ -18,7 +18,7 @@ class CoarseAngles(RotaryEmbedding):
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `RotaryEmbedding.cos_sin`."""
-        angles = torch.outer(positions.float(), self._frequencies.float().to(positions.device))  # [N, rotary_dim // 2]
+        angles = torch.outer(positions.float(), self.frequencies.float().to(positions.device))  # [N, rotary_dim // 2]
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 

@@ -155,14 +155,14 @@ class Kernels:
 class NativeLinear:
     """A product whose weight and bias are checked once. See `Kernels.bind`."""
 
-    __slots__ = ("_bias", "_call", "_dtype", "_in", "_out", "_weight")
+    __slots__ = ("_bias", "_dtype", "_in", "_out", "_weight", "bound")
 
     def __init__(self, native: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias  # to keep alive what the kernel reads
         self._dtype = weight.dtype
         self._out, self._in = weight.shape
         bias_address = 0 if bias is None else bias.data_ptr()
-        self._call = native.path.linear(
+        self.bound = native.path.linear(
             native.dtypes[weight.dtype], weight.data_ptr(), bias_address, self._in, self._out
         )
 
@@ -174,7 +174,7 @@ class NativeLinear:
         """`x` [N, in], which `takes` accepts -> [N, out], on torch's number of threads."""
         rows = x.shape[0]
         y = torch.empty((rows, self._out), dtype=self._dtype)
-        self._call(x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
+        self.bound(x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
         return y
 
 
@@ -244,6 +244,24 @@ def write_rows(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor)
         k.shape[1],
         keys.shape[0],
     )
+
+
+def turn(frequencies: Tensor, scaling: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `positions` [N] times `frequencies` [R / 2], as `RotaryEmbedding.cos_sin` gives them.
+
+    Both are addresses to the extension: dense, on the CPU, int64 and fp64.
+    """
+    cos, sin = (torch.empty((len(positions), 1, 2 * len(frequencies)), dtype=torch.float32) for _ in range(2))
+    require_native().turn(
+        frequencies.data_ptr(),
+        len(frequencies),
+        scaling,
+        positions.data_ptr(),
+        len(positions),
+        cos.data_ptr(),
+        sin.data_ptr(),
+    )
+    return cos, sin
 
 
 @functools.cache

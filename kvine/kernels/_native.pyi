@@ -15,12 +15,12 @@ class Path:
 
     @property
     def name(self) -> str: ...
-    def linear(self, dtype: int, weight: int, bias: int, in_features: int, out_features: int, /) -> Linear:
+    def linear(self, dtype: int, weight: int, bias: int, in_features: int, out_features: int, /) -> Product:
         """The product with a weight [out, in] that stays where it is; bias may be 0."""
 
     def packed_linear(
         self, dtype: int, packing: int, weight: int, bias: int, in_features: int, out_features: int, /
-    ) -> PackedLinear:
+    ) -> Product:
         """The same with a packed weight; the dtype is that of x, y and the bias."""
 
     def rms_norm(
@@ -74,19 +74,65 @@ class Path:
         block tables, which follow, its own begins. Raises IndexError for a block that there is not.
         """
 
+    def stack(
+        self,
+        dtype: int,
+        sizes: tuple[int, int, int, int],
+        eps: float,
+        scale: float,
+        softcap: float,
+        activation: int,
+        embedding: Product,
+        embedding_scale: float,
+        final_norm: int,
+        head: Product,
+        /,
+    ) -> Stack:
+        """A decoder without layers; sizes are those of a hidden state, of heads, of KV heads, and of one head."""
+
 @final
-class Linear:
-    """A product with one weight."""
+class Product:
+    """A product with one weight, exact or packed; with a packed one, the other factor is rounded to 8 bits."""
 
     def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
         """y = x Wᵀ + bias."""
 
 @final
-class PackedLinear:
-    """A product with one packed weight, whose other factor is rounded to 8 bits in groups of 32."""
+class Stack:
+    """A decoder for steps in which each request has one query."""
 
-    def __call__(self, x: int, y: int, rows: int, num_threads: int, /) -> None:
-        """y = x Wᵀ + bias."""
+    def add_kind(
+        self,
+        frequencies: int,
+        count: int,
+        scaling: float,
+        sinks: int,
+        sinks_move_from: int,
+        block_size: int,
+        num_blocks: int,
+        dtypes: tuple[int, int],
+        group: int,
+        /,
+    ) -> None:
+        """What layers have in common: `count` fp64 frequencies and the scaling of their cosines; dtypes of K and V."""
+
+    def add_layer(
+        self, norms: tuple[int, ...], products: tuple[Product, ...], keys: int, values: int, kind: int, /
+    ) -> None:
+        """Norms of attention, q, k, after attention, MLP and after it, 0 for none; q, k, v, o, gate, up, down.
+
+        Raises IndexError for a kind that there is not.
+        """
+
+    def run(self, plan: int, rows: int, num_wanted: int, groups: list[int], logits: int, num_threads: int, /) -> None:
+        """Logits of the wanted rows, fp32.
+
+        The plan is int64: the tokens, the wanted rows, and where `groups` say, each group's plan of `Path.decode`.
+        Raises IndexError for a token, a row, a group or a block that there is not.
+        """
+
+def turn(frequencies: int, count: int, scaling: float, positions: int, rows: int, cos: int, sin: int, /) -> None:
+    """Cosines and sines in fp32, [rows, 2 * count], of int64 positions times fp64 frequencies."""
 
 def write(
     dtypes: tuple[int, int, int],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvine import kernels
-from kvine.kernels import Kernels, is_plain
+from kvine.kernels import Kernels, NativeLinear, is_plain
 
 GROUP = 32
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}  # of GGUF's block of 32 weights
@@ -77,14 +77,14 @@ class PackedWeight:
 class PackedLinear:
     """A product with a packed weight, for any number of rows."""
 
-    __slots__ = ("_bias", "_call", "_dtype", "_in", "_out", "_weight")
+    __slots__ = ("_bias", "_dtype", "_in", "_out", "_weight", "bound")
 
     def __init__(self, native: Kernels, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._weight, self._bias = weight, bias  # to keep alive what the kernel reads
         self._dtype = dtype
         self._out, self._in = weight.shape
         assert bias is None or (bias.dtype is dtype and bias.shape == (self._out,) and is_plain(bias))
-        self._call = native.path.packed_linear(
+        self.bound = native.path.packed_linear(
             native.dtypes[dtype],
             getattr(kernels.require_native(), weight.packing),
             weight.data.data_ptr(),
@@ -101,5 +101,8 @@ class PackedLinear:
         rows = x.shape[0]
         y = torch.empty((rows, self._out), dtype=self._dtype)
         if rows:
-            self._call(x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
+            self.bound(x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
         return y
+
+
+NativeProduct = NativeLinear | PackedLinear

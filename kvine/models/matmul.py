@@ -6,12 +6,14 @@ weight converted first is faster.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvine.kernels import Kernels
+from kvine.kernels import Kernels, NativeLinear
+from kvine.kernels.packed import NativeProduct, PackedLinear
 
 # All layers of SmolLM2-135M, two AVX2 cores, milliseconds (least of 12 runs):
 #   rows                            1    2    4    8   12   16   32
@@ -66,15 +68,35 @@ def with_kernels(native: Kernels, max_rows: int, by_torch: Matmul) -> Bind:
 
     def bind(weight: Tensor, bias: Tensor | None) -> Product:
         few = native.bind(weight, bias)
-
-        def product(x: Tensor) -> Tensor:
-            if few is not None and 0 < x.shape[0] <= max_rows and few.takes(x):
-                return few(x)
-            return by_torch(x, weight, bias)
-
-        return product
+        return (
+            with_torch(by_torch)(weight, bias) if few is None else SplitProduct(few, max_rows, by_torch, weight, bias)
+        )
 
     return bind
+
+
+@dataclass(frozen=True, slots=True)
+class SplitProduct:
+    """Up to `max_rows` rows by the kernels, if these take them, and otherwise by torch."""
+
+    few: NativeLinear
+    max_rows: int
+    by_torch: Matmul
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        if 0 < x.shape[0] <= self.max_rows and self.few.takes(x):
+            return self.few(x)
+        return self.by_torch(x, self.weight, self.bias)
+
+
+def native_product(product: Product) -> tuple[NativeProduct, int | None] | None:
+    """The kernel behind a product, and up to how many rows it is the fastest, None for any; None for torch's."""
+    if isinstance(product, SplitProduct):
+        return product.few, product.max_rows
+    return (product, None) if isinstance(product, PackedLinear) else None
 
 
 def max_native_rows(name: str, dtype: torch.dtype) -> int:

@@ -1,6 +1,4 @@
 // Attention of single queries, shared out among threads by request, KV head and stretch of the context.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -8,6 +6,7 @@
 
 #include "formats.hpp"
 #include "kernels.hpp"
+#include "team.hpp"
 
 namespace kvine {
 namespace {
@@ -23,9 +22,6 @@ std::int64_t stretch_of(std::int64_t length) {
 }
 
 std::int64_t stretches_of(std::int64_t length) { return (length + stretch_of(length) - 1) / stretch_of(length); }
-
-// Waking a thread takes a few microseconds, in which one core reads this much.
-constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
 
 float load(DType dtype, const std::byte* from, std::int64_t at) {
     switch (dtype) {
@@ -46,13 +42,10 @@ void store(DType dtype, std::byte* to, std::int64_t at, float value) {
 // What is known of a stretch: for each head of a group the greatest score, the sum of weights, and the weighted values.
 class Partials {
   public:
-    Partials(std::int64_t count, std::int64_t group, std::int64_t stride)
-        : group_(group), size_(group * (2 + stride)), stride_(stride) {
-        thread_local std::vector<float> kept;
-        const auto needed = static_cast<std::size_t>(count * size_);
-        if (kept.size() < needed) kept.resize(needed);
-        floats_ = kept.data();
-    }
+    Partials(float* floats, std::int64_t group, std::int64_t stride)
+        : group_(group), size_(size_of_one(group, stride)), stride_(stride), floats_(floats) {}
+
+    static std::int64_t size_of_one(std::int64_t group, std::int64_t stride) { return group * (2 + stride); }
 
     float* greatest(std::int64_t i) const { return floats_ + i * size_; }
     float* sum(std::int64_t i) const { return greatest(i) + group_; }
@@ -176,42 +169,42 @@ std::int64_t context_bytes(const Decode& task) {
     return keys * task.kv_heads * task.width * (size_of(task.k_dtype) + size_of(task.v_dtype));
 }
 
-void decode(const Path& path, const Decode& task, int num_threads) {
-    thread_local std::vector<std::int64_t> kept;
-    std::vector<std::int64_t>& first = kept;  // stretch of each request, for its first KV head
+std::int64_t partial_floats(const Path& path, const Decode& task) {
+    std::int64_t count = 0;
+    for (std::int64_t r = 0; r < task.num_requests; ++r)
+        count += stretches_of(task.requests[r].length) * task.kv_heads;
+    return count * Partials::size_of_one(task.group, (task.width + path.step - 1) / path.step * path.step);
+}
+
+void decode_in_team(const Path& path, const Decode& task, float* floats) {
+    thread_local std::vector<std::int64_t> first;  // stretch of each request, for its first KV head
     first.assign(1, 0);
     for (std::int64_t r = 0; r < task.num_requests; ++r)
         first.push_back(first.back() + stretches_of(task.requests[r].length) * task.kv_heads);
-    const std::int64_t stride = (task.width + path.step - 1) / path.step * path.step;
-    const Partials partials(first.back(), task.group, stride);
-
-    const auto attend = [&](std::int64_t i) {
+    const Partials partials(floats, task.group, (task.width + path.step - 1) / path.step * path.step);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < first.back(); ++i) {
         const std::int64_t r = std::upper_bound(first.begin(), first.end(), i) - first.begin() - 1;
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads, within = i - first[r];
         const std::int64_t stretch = stretch_of(task.requests[r].length), begin = within % per_head * stretch;
         partials.clear(i);
         Stretch(path, task, task.requests[r], within / per_head)
             .attend(begin, begin + stretch, partials.greatest(i), partials.sum(i), partials.values(i));
-    };
-    const auto conclude = [&](std::int64_t i) {
+    }
+#pragma omp for
+    for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) {
         const std::int64_t r = i / task.kv_heads, kv_head = i % task.kv_heads;
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads;
         finish(path, task, partials, first[r] + kv_head * per_head, per_head, task.requests[r].row, kv_head);
-    };
-    const std::int64_t useful = std::min(context_bytes(task) / kLeastBytesOfThread, first.back());
-    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, std::max(num_threads, 1)));
-    if (threads == 1) {
-        for (std::int64_t i = 0; i < first.back(); ++i) attend(i);
-        for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) conclude(i);
-        return;
     }
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (std::int64_t i = 0; i < first.back(); ++i) attend(i);
-#pragma omp for
-        for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) conclude(i);
-    }
+}
+
+void decode(const Path& path, const Decode& task, int num_threads) {
+    thread_local std::vector<float> kept;
+    const auto needed = static_cast<std::size_t>(partial_floats(path, task));
+    if (kept.size() < needed) kept.resize(needed);
+    float* floats = kept.data();
+    with_team(context_bytes(task) / kLeastBytesOfThread, num_threads, [&] { decode_in_team(path, task, floats); });
 }
 
 }  // namespace kvine

@@ -46,6 +46,19 @@ struct Gated {
     Activation activation;
 };
 
+// x += y, number by number.
+struct Sum {
+    std::byte* x;
+    const std::byte* y;
+};
+
+// What positions turn by: `count` frequencies, as many as there are pairs of dimensions.
+struct Angles {
+    const double* frequencies;  // radians a position
+    std::int64_t count;
+    double scaling;  // of cosines and sines
+};
+
 // Rows of K and V on their way into the cache: row i of each goes to row rows[i].
 struct Write {
     const std::byte *k, *v;    // [count, width]
@@ -132,6 +145,9 @@ struct Path {
     void (*normalize[kNumDTypes])(const Norm&, std::int64_t begin, std::int64_t end);
     void (*rotate[kNumDTypes])(const Rotation&, std::int64_t begin, std::int64_t end);
     void (*gate[kNumDTypes])(const Gated&, std::int64_t begin, std::int64_t end);
+    void (*add_to[kNumDTypes])(const Sum&, std::int64_t begin, std::int64_t end);
+    void (*multiply_by[kNumDTypes])(std::byte* x, float factor, std::int64_t begin, std::int64_t end);
+    void (*widen[kNumDTypes])(const std::byte* x, float* y, std::int64_t begin, std::int64_t end);
 
     // What attention is made of. `rows` are up to kTileKeys rows of K or of V; x and sums are [group, stride] in fp32, in
     // the order that a dtype is widened in: at place i of a step is number order[dtype][i] of it. `stride` is the width
@@ -169,6 +185,10 @@ void rms_norm(const Path& path, DType dtype, const Norm& norm, int num_threads);
 void rotate(const Path& path, DType dtype, const Rotation& rotation, int num_threads);
 void gate(const Path& path, DType dtype, const Gated& task, std::int64_t count, int num_threads);
 void decode(const Path& path, const Decode& task, int num_threads);
+// Cosines and sines [rows, 2 * count] of rows begin to end, computed in double: the cosines twice, the sines once with
+// a minus and once with a plus.
+void turn(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
+          std::int64_t end);
 void write(const Write& task);  // fp16 ends at 65,504, which is what is stored of anything beyond
 void packed_linear(const Path& path, DType dtype, const PackedProduct& task, int num_threads);
 
@@ -183,5 +203,10 @@ void unpack_rows(Packing packing, const std::byte* packed, std::int64_t in, cons
 
 // Bytes of K and V that attention reads at most.
 std::int64_t context_bytes(const Decode& task);
+
+// Attention by a team (team.hpp): each member calls it, and on return all of y is there. `floats` is room for as many
+// numbers as `partial_floats` says.
+std::int64_t partial_floats(const Path& path, const Decode& task);
+void decode_in_team(const Path& path, const Decode& task, float* floats);
 
 }  // namespace kvine

@@ -1,10 +1,8 @@
 // Which paths this CPU runs, and a product shared out among threads.
-#include "kernels.hpp"
-
-#include <omp.h>
-
-#include <algorithm>
 #include <vector>
+
+#include "kernels.hpp"
+#include "team.hpp"
 
 #ifdef KVINE_X86
 #include <cpuid.h>
@@ -12,9 +10,6 @@
 
 namespace kvine {
 namespace {
-
-// Waking a thread takes a few microseconds, in which one core reads this much.
-constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
 
 constexpr std::size_t kCacheLineFloats = 16;
 
@@ -53,14 +48,8 @@ void linear(const Path& path, DType dtype, const Product& product, int num_threa
     float* arranged = scratch(static_cast<std::size_t>(product.rows * stride));
     path.arrange[dtype](product, arranged);
 
-    const std::int64_t useful = weight_bytes(dtype, product) / kLeastBytesOfThread;
-    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, std::max(num_threads, 1)));
-    if (threads == 1) return path.multiply[dtype](product, arranged, 0, product.out);
-#pragma omp parallel num_threads(threads)
-    {
-        const std::int64_t team = omp_get_num_threads(), member = omp_get_thread_num();
-        path.multiply[dtype](product, arranged, product.out * member / team, product.out * (member + 1) / team);
-    }
+    share(product.out, weight_bytes(dtype, product) / kLeastBytesOfThread, num_threads,
+          [&](std::int64_t begin, std::int64_t end) { path.multiply[dtype](product, arranged, begin, end); });
 }
 
 }  // namespace kvine

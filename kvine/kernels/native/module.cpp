@@ -1,12 +1,17 @@
 // kvine.kernels._native: takes addresses and sizes, so that a call costs no conversion of tensors; _native.pyi types it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "kernels.hpp"
+#include "stack.hpp"
 
 namespace nb = nanobind;
 using namespace kvine;
@@ -34,46 +39,37 @@ void run(bool takes_long, const Compute& compute) {
     compute();
 }
 
-// A weight that stays where it is, bound once: what changes from call to call is then little.
-struct BoundLinear {
-    const Path* path;
-    DType dtype;
-    Product product;
-
-    void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
-        Product call = product;
-        call.x = at(x), call.y = into(y), call.rows = rows;
-        run(weight_bytes(dtype, call) * rows > kLongRead, [&] { linear(*path, dtype, call, num_threads); });
-    }
-};
-
-BoundLinear bind(const Path& path, int dtype, std::uintptr_t weight, std::uintptr_t bias, std::int64_t in,
-                 std::int64_t out) {
-    return {&path, checked(dtype), {nullptr, at(weight), at(bias), nullptr, 0, in, out}};
-}
-
-// A packed weight, bound likewise.
-struct BoundPacked {
-    const Path* path;
-    DType dtype;
-    PackedProduct task;
-
-    void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
-        PackedProduct call = task;
-        call.product.x = at(x), call.product.y = into(y), call.product.rows = rows;
-        const std::int64_t work = bytes_of(call.packing, call.product.in, call.product.out) * rows;
-        run(work > kLongRead, [&] { packed_linear(*path, dtype, call, num_threads); });
-    }
-};
-
 Packing checked_packing(int packing) {
     if (packing < 0 || packing >= kNumPackings) throw nb::value_error("no such packing");
     return Packing(packing);
 }
 
-BoundPacked bind_packed(const Path& path, int dtype, int packing, std::uintptr_t weight, std::uintptr_t bias,
-                        std::int64_t in, std::int64_t out) {
-    return {&path, checked(dtype), {{nullptr, at(weight), at(bias), nullptr, 0, in, out}, checked_packing(packing)}};
+// A weight that stays where it is, bound once: what changes from call to call is then little.
+struct BoundProduct {
+    const Path* path;
+    DType dtype;
+    Weight weight;
+
+    void operator()(std::uintptr_t x, std::uintptr_t y, std::int64_t rows, int num_threads) const {
+        const Product call{at(x), weight.weight, weight.bias, into(y), rows, weight.in, weight.out};
+        if (weight.packing == kExact) {
+            run(weight_bytes(dtype, call) * rows > kLongRead, [&] { linear(*path, dtype, call, num_threads); });
+        } else {
+            const PackedProduct packed{call, Packing(weight.packing)};
+            run(bytes_of(packed.packing, weight.in, weight.out) * rows > kLongRead,
+                [&] { packed_linear(*path, dtype, packed, num_threads); });
+        }
+    }
+};
+
+BoundProduct bind(const Path& path, int dtype, std::uintptr_t weight, std::uintptr_t bias, std::int64_t in,
+                  std::int64_t out) {
+    return {&path, checked(dtype), {at(weight), at(bias), in, out, kExact}};
+}
+
+BoundProduct bind_packed(const Path& path, int dtype, int packing, std::uintptr_t weight, std::uintptr_t bias,
+                         std::int64_t in, std::int64_t out) {
+    return {&path, checked(dtype), {at(weight), at(bias), in, out, checked_packing(packing)}};
 }
 
 void pack_at(int packing, std::uintptr_t blocks, std::uintptr_t order, std::uintptr_t packed, std::int64_t in,
@@ -113,12 +109,21 @@ void rotate_at(const Path& path, int dtype, std::uintptr_t x, std::uintptr_t cos
     run(rows * heads * width > kManyNumbers, [&] { rotate(path, format, rotation, num_threads); });
 }
 
+Gated::Activation checked_activation(int activation) {
+    if (activation < 0 || activation >= Gated::kNumActivations) throw nb::value_error("no such activation");
+    return Gated::Activation(activation);
+}
+
 void gate_at(const Path& path, int dtype, int activation, std::uintptr_t gated, std::uintptr_t up, std::int64_t count,
              int num_threads) {
-    if (activation < 0 || activation >= Gated::kNumActivations) throw nb::value_error("no such activation");
-    const Gated task{at(gated), at(up), into(gated), Gated::Activation(activation)};
+    const Gated task{at(gated), at(up), into(gated), checked_activation(activation)};
     const DType format = checked(dtype);
     run(count > kManyNumbers, [&] { gate(path, format, task, count, num_threads); });
+}
+
+void check_cache_rows(const std::int64_t* rows, std::int64_t count, std::int64_t num_rows) {
+    for (std::int64_t i = 0; i < count; ++i)
+        if (rows[i] < 0 || rows[i] >= num_rows) throw nb::index_error("no such row in the cache");
 }
 
 void write_at(std::tuple<int, int, int> dtypes, std::uintptr_t k, std::uintptr_t v, std::uintptr_t rows,
@@ -129,8 +134,7 @@ void write_at(std::tuple<int, int, int> dtypes, std::uintptr_t k, std::uintptr_t
                      into(k_to), into(v_to),    count,
                      width,      checked(dtype), checked(k_dtype),
                      checked(v_dtype)};
-    for (std::int64_t i = 0; i < count; ++i)
-        if (task.rows[i] < 0 || task.rows[i] >= num_rows) throw nb::index_error("no such row in the cache");
+    check_cache_rows(task.rows, count, num_rows);
     run(count * width > kManyNumbers, [&] { write(task); });
 }
 
@@ -165,6 +169,60 @@ void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
+Stack make_stack(const Path& path, int dtype, std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> sizes,
+                 float eps, float scale, float softcap, int activation, const BoundProduct& embedding,
+                 float embedding_scale, std::uintptr_t final_norm, const BoundProduct& head) {
+    const auto [hidden, heads, kv_heads, width] = sizes;
+    return {&path,           checked(dtype),  hidden,          heads,       kv_heads,
+            width,           eps,             scale,           softcap,     checked_activation(activation),
+            embedding.weight, head.weight,    embedding_scale, floats_at(final_norm), {}, {}};
+}
+
+void add_kind(Stack& stack, std::uintptr_t frequencies, std::int64_t count, double scaling, std::int64_t sinks,
+              std::int64_t sinks_move_from, std::int64_t block_size, std::int64_t num_blocks,
+              std::tuple<int, int> dtypes, std::size_t group) {
+    const auto [k_dtype, v_dtype] = dtypes;
+    stack.kinds.push_back({{reinterpret_cast<const double*>(frequencies), count, scaling}, sinks, sinks_move_from,
+                           block_size, num_blocks, checked(k_dtype), checked(v_dtype), group});
+}
+
+// `norms` and `products` are in the order of Layer's fields.
+void add_layer(Stack& stack, const std::array<std::uintptr_t, 6>& norms,
+               const std::array<const BoundProduct*, 7>& products, std::uintptr_t keys, std::uintptr_t values,
+               std::size_t kind) {
+    if (kind >= stack.kinds.size()) throw nb::index_error("no such kind of layers");
+    const auto norm = [&](int i) { return norms[i] ? floats_at(norms[i]) : nullptr; };
+    const auto weight = [&](int i) { return products[i]->weight; };
+    stack.layers.push_back({norm(0),   norm(1),   norm(2),   norm(3),   norm(4),   norm(5),      weight(0),    weight(1),
+                            weight(2), weight(3), weight(4), weight(5), weight(6), into(keys), into(values), kind});
+}
+
+// `plan` is int64: the tokens' ids, the wanted rows, and then, where `groups` say, each group's part (see decode_at).
+void run_stack(const Stack& stack, std::uintptr_t plan, std::int64_t rows, std::int64_t num_wanted,
+               const std::vector<std::int64_t>& groups, std::uintptr_t logits, int num_threads) {
+    const auto* ids = reinterpret_cast<const std::int64_t*>(plan);
+    StackStep step{ids, rows, {}, ids + rows, num_wanted, reinterpret_cast<float*>(logits)};
+    for (const std::int64_t at : groups) step.requests.push_back(reinterpret_cast<const Decode::Request*>(ids + at));
+    for (std::int64_t row = 0; row < rows; ++row)
+        if (ids[row] < 0 || ids[row] >= stack.embedding.out) throw nb::index_error("no such token");
+    for (std::int64_t i = 0; i < num_wanted; ++i)
+        if (step.wanted[i] < 0 || step.wanted[i] >= rows) throw nb::index_error("no such row");
+    for (const Kind& kind : stack.kinds) {
+        if (kind.group >= groups.size()) throw nb::index_error("no such group");
+        check_blocks(attention_of(stack, kind, step), kind.num_blocks);
+    }
+    run(true, [&] { run(stack, step, num_threads); });
+}
+
+void turn_at(std::uintptr_t frequencies, std::int64_t count, double scaling, std::uintptr_t positions, std::int64_t rows,
+             std::uintptr_t cos, std::uintptr_t sin) {
+    const Angles angles{reinterpret_cast<const double*>(frequencies), count, scaling};
+    run(rows * count > kManyNumbers / 16, [&] {
+        turn(angles, reinterpret_cast<const std::int64_t*>(positions), reinterpret_cast<float*>(cos),
+             reinterpret_cast<float*>(sin), 0, rows);
+    });
+}
+
 // The paths that this CPU runs, the fastest first.
 nb::list paths() {
     nb::list found;
@@ -193,11 +251,13 @@ NB_MODULE(_native, m) {
         .def("rms_norm", &rms_norm_at)
         .def("rotate", &rotate_at)
         .def("gate", &gate_at)
-        .def("decode", &decode_at);
-    nb::class_<BoundLinear>(m, "Linear").def("__call__", &BoundLinear::operator());
-    nb::class_<BoundPacked>(m, "PackedLinear").def("__call__", &BoundPacked::operator());
+        .def("decode", &decode_at)
+        .def("stack", &make_stack);
+    nb::class_<BoundProduct>(m, "Product").def("__call__", &BoundProduct::operator());
+    nb::class_<Stack>(m, "Stack").def("add_kind", &add_kind).def("add_layer", &add_layer).def("run", &run_stack);
     m.attr("SILU") = static_cast<int>(Gated::kSilu);
     m.attr("GELU_TANH") = static_cast<int>(Gated::kGeluTanh);
+    m.def("turn", &turn_at);
     m.def("write", &write_at);
     m.def("pack", &pack_at);
     m.def("packed_bytes", &packed_bytes);

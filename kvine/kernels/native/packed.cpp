@@ -1,17 +1,13 @@
 // Packed weights: how they are made from GGUF's blocks and read back, and their products shared out among threads.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "formats.hpp"
 #include "kernels.hpp"
+#include "team.hpp"
 
 namespace kvine {
 namespace {
-
-// Waking a thread takes a few microseconds, in which one core reads this much, or multiplies so much.
-constexpr std::int64_t kLeastBytesOfThread = 32 << 10;
 
 // A row's group in GGUF: the scale, the least value where there is one, and the numbers. Of 4-bit ones, byte i holds
 // number i and number i + 16.
@@ -85,18 +81,6 @@ Quantized room_for(std::int64_t rows, std::int64_t in) {
     if (kept.size() < needed) kept.resize(needed);
     float* floats = kept.data();
     return {reinterpret_cast<std::int8_t*>(floats + 2 * rows * groups), floats, floats + rows * groups};
-}
-
-template <class Work>
-void share(std::int64_t count, std::int64_t useful, int num_threads, const Work& work) {
-    const std::int64_t most = std::max<std::int64_t>(std::min<std::int64_t>(num_threads, count), 1);
-    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, most));
-    if (threads == 1) return work(std::int64_t{0}, count);
-#pragma omp parallel num_threads(threads)
-    {
-        const std::int64_t team = omp_get_num_threads(), member = omp_get_thread_num();
-        work(count * member / team, count * (member + 1) / team);
-    }
 }
 
 }  // namespace

@@ -98,4 +98,23 @@ void gate(const Gated& task, std::int64_t begin, std::int64_t end) {
     gate_with<Format, Gated::kGeluTanh>(task, begin, end);
 }
 
+template <class Format>
+void add_to(const kvine::Sum& sum, std::int64_t begin, std::int64_t end) {
+    std::byte* __restrict x = sum.x;
+    const std::byte* __restrict y = sum.y;
+    for (std::int64_t at = begin * Format::size; at < end * Format::size; at += Format::size)
+        store_scalar<Format>(x + at, load_scalar<Format>(x + at) + load_scalar<Format>(y + at));
+}
+
+template <class Format>
+void multiply_by(std::byte* x, float factor, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t at = begin * Format::size; at < end * Format::size; at += Format::size)
+        store_scalar<Format>(x + at, load_scalar<Format>(x + at) * factor);
+}
+
+template <class Format>
+void widen(const std::byte* __restrict x, float* __restrict y, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t at = begin; at < end; ++at) y[at] = load_scalar<Format>(x + at * Format::size);
+}
+
 }  // namespace

@@ -1,30 +1,20 @@
 // Rows shared out among threads, and rows that are copied.
-#include <omp.h>
-
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "formats.hpp"
 #include "kernels.hpp"
+#include "team.hpp"
 
 namespace kvine {
 namespace {
 
-// Waking a thread takes a few microseconds, in which one core computes this many numbers.
-constexpr std::int64_t kLeastNumbersOfThread = 16 << 10;
-
 template <class Task>
-void share(void (*compute)(const Task&, std::int64_t, std::int64_t), const Task& task, std::int64_t rows,
-           std::int64_t numbers_of_row, int num_threads) {
-    const std::int64_t most = std::min<std::int64_t>(std::max(num_threads, 1), std::max<std::int64_t>(rows, 1));
-    const std::int64_t useful = rows * numbers_of_row / kLeastNumbersOfThread;
-    const int threads = static_cast<int>(std::clamp<std::int64_t>(useful, 1, most));
-    if (threads == 1) return compute(task, 0, rows);
-#pragma omp parallel num_threads(threads)
-    {
-        const std::int64_t team = omp_get_num_threads(), member = omp_get_thread_num();
-        compute(task, rows * member / team, rows * (member + 1) / team);
-    }
+void share_rows(void (*compute)(const Task&, std::int64_t, std::int64_t), const Task& task, std::int64_t rows,
+                std::int64_t numbers_of_row, int num_threads) {
+    share(rows, rows * numbers_of_row / kLeastNumbersOfThread, num_threads,
+          [&](std::int64_t begin, std::int64_t end) { compute(task, begin, end); });
 }
 
 template <class From, class To>
@@ -54,15 +44,28 @@ void write_row(DType from_dtype, const std::byte* from, DType to_dtype, std::byt
 }  // namespace
 
 void rms_norm(const Path& path, DType dtype, const Norm& norm, int num_threads) {
-    share(path.normalize[dtype], norm, norm.rows, norm.width, num_threads);
+    share_rows(path.normalize[dtype], norm, norm.rows, norm.width, num_threads);
 }
 
 void rotate(const Path& path, DType dtype, const Rotation& rotation, int num_threads) {
-    share(path.rotate[dtype], rotation, rotation.rows, rotation.heads * rotation.width, num_threads);
+    share_rows(path.rotate[dtype], rotation, rotation.rows, rotation.heads * rotation.width, num_threads);
 }
 
 void gate(const Path& path, DType dtype, const Gated& task, std::int64_t count, int num_threads) {
-    share(path.gate[dtype], task, count, 1, num_threads);
+    share_rows(path.gate[dtype], task, count, 1, num_threads);
+}
+
+void turn(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
+          std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+        float *c = cos + row * 2 * angles.count, *s = sin + row * 2 * angles.count;
+        for (std::int64_t i = 0; i < angles.count; ++i) {
+            const double angle = static_cast<double>(positions[row]) * angles.frequencies[i];
+            c[i] = c[i + angles.count] = static_cast<float>(std::cos(angle) * angles.scaling);
+            s[i + angles.count] = static_cast<float>(std::sin(angle) * angles.scaling);
+            s[i] = -s[i + angles.count];
+        }
+    }
 }
 
 void write(const Write& task) {

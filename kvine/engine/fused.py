@@ -1,0 +1,157 @@
+"""Decode steps in one native call, where every part of the model and of the cache is the kernels' own.
+
+What it computes equals, bit for bit, what the decoder gives with the same attention when it runs on the kernels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvine.attention.cached import CachedAttention
+from kvine.attention.native import NativeBackend, single_queries
+from kvine.engine.scheduler import Scheduled
+from kvine.kernels import Kernels, is_plain
+from kvine.kernels.packed import NativeProduct, PackedLinear, PackedWeight
+from kvine.kernels.stack import NEVER, LayerKind, NativeStack, StackLayer, StackShape
+from kvine.models.decoder import Decoder, DecoderLayer
+from kvine.models.layers import Embedding, Linear, RMSNorm
+from kvine.models.matmul import native_product
+
+
+class FusedDecoder:
+    """A decoder and its cache, bound to each other; see `bind`.
+
+    Args:
+        stack: both.
+        attention: whose blocks `stack` reads.
+        softcap: bound of the logits.
+        max_rows: with more rows the kernels are no longer the fastest; None for any number.
+    """
+
+    def __init__(
+        self, stack: NativeStack, attention: CachedAttention, softcap: float | None, max_rows: int | None
+    ) -> None:
+        self._stack = stack
+        self._specs = [pool.spec for pool in attention.pools]
+        self._softcap = softcap
+        self._max_rows = max_rows
+
+    @classmethod
+    def bind(cls, decoder: Decoder, attention: CachedAttention, native: Kernels | None) -> "FusedDecoder | None":
+        """None where something is not for the kernels, so that the decoder's own loop must do."""
+        if native is None or not all(isinstance(backend, NativeBackend) for backend in attention.backends):
+            return None
+        linears = [linear for layer in decoder.layers for linear in _linears(layer)]
+        products = [native_product(linear.product) for linear in (*linears, decoder.head)]
+        embedding = _bind_table(native, decoder.embedding)
+        tensors = [norm for layer in decoder.layers for norm in _norms(layer) if norm is not None]
+        tensors += [stored for pool in attention.pools for kv in pool.layers for stored in (kv.k, kv.v)]
+        if embedding is None or None in products or not all(is_plain(t) and t.dtype in native.dtypes for t in tensors):
+            return None
+        kinds, kind_of = _kinds(attention)
+        known = [product for product in products if product is not None]
+        layers = []
+        for index, layer in enumerate(decoder.layers):
+            where = attention.layers[index]
+            stored = attention.pools[where.group].layers[where.index]
+            own = tuple(product for product, _ in known[7 * index : 7 * index + 7])
+            layers.append(StackLayer(*_norms(layer), own, stored.k, stored.v, kind_of[index]))
+        config, scale = decoder.config, decoder.embedding.scale
+        shape = StackShape(
+            decoder.embedding.dtype,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.norm_eps,
+            attention.scale,
+            attention.softcap,
+            config.activation,
+            embedding,
+            1.0 if scale is None else scale.item(),
+            decoder.final_norm.weight,
+            known[-1][0],
+            config.vocab_size,
+        )
+        limits = [max_rows for _, max_rows in known if max_rows is not None]
+        stack = NativeStack(native, shape, kinds, layers)
+        return cls(stack, attention, config.logit_softcap, min(limits, default=None))
+
+    def takes(self, step: Sequence[Scheduled]) -> bool:
+        """Whether each request has one query, and there are not too many."""
+        few = self._max_rows is None or len(step) <= self._max_rows
+        return few and all(item.count == 1 for item in step)
+
+    def run(self, step: Sequence[Scheduled], *, all_logits: bool) -> Tensor:
+        """Logits of a step that `takes` accepts; see `Runner.run`."""
+        ids: list[int] = []
+        wanted: list[int] = []
+        places: list[tuple[int, int]] = []  # of each request, its row and the number of its keys
+        for row, item in enumerate(step):
+            ids += item.request.tokens(item.start, item.start + 1)
+            places.append((row, item.start + 1))
+            if all_logits or item.samples:
+                wanted.append(row)
+        groups = []
+        for group, spec in enumerate(self._specs):
+            tables = [_table(item, group) for item in step]
+            groups.append(single_queries(places, tables, spec))
+        logits = self._stack.run(ids, wanted, groups)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+
+def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
+    """The kinds of layers, and which is whose."""
+    number: dict[tuple[int, int], int] = {}
+    kinds: list[LayerKind] = []
+    kind_of: list[int] = []
+    for where in attention.layers:
+        key = (id(where.rope), where.group)
+        if key not in number:
+            number[key] = len(kinds)
+            pool = attention.pools[where.group]
+            stored, moves = pool.layers[where.index], pool.spec.sinks_move_from
+            kinds.append(
+                LayerKind(
+                    where.rope.frequencies,
+                    where.rope.scaling,
+                    pool.spec.sink_tokens,
+                    NEVER if moves is None else moves,
+                    stored.k,
+                    stored.v,
+                    where.group,
+                )
+            )
+        kind_of.append(number[key])
+    return kinds, kind_of
+
+
+def _table(item: Scheduled, group: int) -> list[int]:
+    assert item.request.sequence is not None
+    return item.request.sequence.tables[group]
+
+
+def _bind_table(native: Kernels, embedding: Embedding) -> NativeProduct | None:
+    if isinstance(embedding.weight, PackedWeight):
+        return PackedLinear(native, embedding.weight, None, embedding.dtype)
+    return native.bind(embedding.weight)
+
+
+def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
+    mlp = layer.mlp
+    return (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj, mlp.gate, mlp.up, mlp.down)
+
+
+def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    def weight(norm: RMSNorm | None) -> Tensor | None:
+        return None if norm is None else norm.weight
+
+    return (
+        layer.attn_norm.weight,
+        weight(layer.q_norm),
+        weight(layer.k_norm),
+        weight(layer.post_attn_norm),
+        layer.mlp_norm.weight,
+        weight(layer.post_mlp_norm),
+    )
