@@ -272,6 +272,7 @@ def test_a_failing_model_call_raises_for_each_and_the_next_one_runs(
     expected = llm.generate("abc", TEN).text
     streams = [llm.stream("abc", TEN, use_cache=use_cache), llm.stream("abcd", TEN, use_cache=use_cache)]
     with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.parts.runner, "fused", None)
         patch.setattr(llm.model.decoder, "logits", lambda hidden: 1 / 0)
         with pytest.raises(StepError, match="ZeroDivisionError"):
             next(streams[0])
@@ -292,6 +293,7 @@ def test_an_interrupt_ends_all_streams_of_the_step(llm: LLM, monkeypatch: pytest
 
     streams = [llm.stream("abc", TEN), llm.stream("abcd", TEN)]
     with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.parts.runner, "fused", None)
         patch.setattr(llm.model.decoder, "logits", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(streams[0])
