@@ -31,7 +31,14 @@ _ROWS_FOR_ONE = 4
 #   bf16, kernels compiled for AVX2    14   14   26   46   83  142  195
 #   fp32, `fp32_small_batches`         76   66   69   97  154  227  250
 #   fp32, kernels compiled for AVX2    31   30   38   49   96  141  190
-_MAX_NATIVE_ROWS = 32
+# and on both, with nothing beside it (median of 9):
+#   rows                               32   48   64   96  128
+#   bf16, `through_fp32`              112  186  284  380  363
+#   bf16, kernels compiled for AVX2    83  126  200  314  360
+#   fp32, `F.linear`                        134  170
+#   fp32, kernels compiled for AVX2         132  180
+# For fp16 only the first of the two was measured.
+_MAX_NATIVE_ROWS = {torch.float32: 48, torch.bfloat16: 96, torch.float16: 32}
 # Not measured, and therefore few: with matrix instructions torch computes many rows in the time of one.
 _MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE = 4
 # Plain C++ keeps up with torch at a single row, and not even there in fp16, which takes many steps to widen.
@@ -105,7 +112,7 @@ def max_native_rows(name: str, dtype: torch.dtype) -> int:
         return _MAX_PORTABLE_ROWS[dtype]
     if dtype != torch.float32 and has_matrix_hardware(dtype):
         return _MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE
-    return _MAX_NATIVE_ROWS
+    return _MAX_NATIVE_ROWS[dtype]
 
 
 def choose_torch_matmul(dtype: torch.dtype) -> Matmul:

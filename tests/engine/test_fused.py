@@ -17,6 +17,7 @@ from kvine.engine.fused import FusedDecoder
 from kvine.engine.runner import Runner
 from kvine.hub import ModelSource
 from kvine.kernels.stack import NativeStack
+from kvine.models import matmul
 from kvine.models.load import LoadedModel, load_model
 from kvine.sampling.params import SamplingParams
 
@@ -139,7 +140,7 @@ def test_what_the_kernels_do_not_take_is_left_to_the_decoder(tiny: Make, monkeyp
 
 
 def test_more_rows_than_the_kernels_are_good_for(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvine.models.matmul._MAX_NATIVE_ROWS", 1)
+    monkeypatch.setitem(matmul._MAX_NATIVE_ROWS, torch.bfloat16, 1)
     monkeypatch.setattr("kvine.models.matmul._MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE", 1)
     engine, _, calls = engine_of(load(tiny("llama")[1], "bf16"), CACHES["whole"], fused=True)
     for prompt in ([4], [5]):

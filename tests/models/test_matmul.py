@@ -73,11 +73,12 @@ def test_kernels_take_few_rows_and_torch_the_rest(monkeypatch):
 
 def test_how_many_rows_go_to_the_kernels(monkeypatch):
     monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: False)
-    assert matmul.max_native_rows("avx2", torch.bfloat16) == matmul.max_native_rows("avx2", torch.float32) == 32
+    assert matmul.max_native_rows("avx2", torch.bfloat16) == 96
+    assert matmul.max_native_rows("avx2", torch.float32) == 48
     assert matmul.max_native_rows("portable", torch.bfloat16) == 1
     monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: True)
     assert matmul.max_native_rows("avx512", torch.bfloat16) == 4
-    assert matmul.max_native_rows("avx512", torch.float32) == 32
+    assert matmul.max_native_rows("avx512", torch.float32) == 48
 
 
 def test_on_another_device_torch_chooses():
