@@ -1,16 +1,14 @@
-"""Attention by compiled kernels, which read blocks where they lie: one query reads each row of K and V once for all of
-its heads. Longer stretches of a prompt are left to torch, whose kernels multiply matrices.
+"""Attention by compiled kernels, which read blocks where they lie: single queries are shared out over the context, a
+prompt's over tiles of queries. Either computes a query in the same order of sums, and so to the same bits.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvine import kernels
 from kvine.attention.base import Batch
-from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.pool import LayerKV
 from kvine.cache.spec import CacheSpec
 
@@ -19,20 +17,19 @@ from kvine.cache.spec import CacheSpec
 class _Plan:
     decode: Tensor  # see `Kernels.decode`
     num_decodes: int
+    prefill: Tensor  # see `Kernels.prefill`
+    num_prefills: int
+    window: int | None
     sinks: int
-    prefill: Any  # of the requests that compute more than one token
 
 
 class NativeBackend:
-    """Single queries by the kernels, and the others by `SdpaBackend`: what computes a request depends on the number of
-    its own queries alone.
-    """
+    """Requests with one query by `Kernels.decode`, and longer ones by `Kernels.prefill`."""
 
     name = "native"
 
     def __init__(self) -> None:
         self._kernels = kernels.chosen()
-        self._prefill = SdpaBackend()
 
     def unsupported(self, spec: CacheSpec, device: torch.device) -> str | None:
         """Serves every spec on a CPU that the kernels are compiled for."""
@@ -43,19 +40,28 @@ class NativeBackend:
         return None
 
     def plan(self, batch: Batch, group: int, spec: CacheSpec) -> _Plan:
-        """Where the single queries find their keys, and the other backend's plan of the rest."""
-        requests: list[int] = []
-        tables: list[int] = []
+        """Where queries find their keys."""
+        singles: list[int] = []
         longer: list[int] = []
+        tables: dict[bool, list[int]] = {True: [], False: []}
         for r, length in enumerate(batch.context_len):
             row = batch.query_start[r]
-            if batch.query_start[r + 1] - row > 1:
-                longer.append(r)
-                continue
-            requests += (row, length, spec.window_start(length - 1), len(tables))
-            tables += batch.groups[group].block_tables[r][: spec.num_blocks(length)]
-        prefill = self._prefill.plan_requests(batch, group, spec, longer)
-        return _Plan(torch.tensor(requests + tables, dtype=torch.long), len(requests) // 4, spec.sink_tokens, prefill)
+            count = batch.query_start[r + 1] - row
+            single = count == 1
+            place = len(tables[single])
+            tables[single] += batch.groups[group].block_tables[r][: spec.num_blocks(length)]
+            if single:
+                singles += (row, length, spec.window_start(length - 1), place)
+            else:
+                longer += (row, count, length, place)
+        return _Plan(
+            torch.tensor(singles + tables[True], dtype=torch.long),
+            len(singles) // 4,
+            torch.tensor(longer + tables[False], dtype=torch.long),
+            len(longer) // 4,
+            spec.window,
+            spec.sink_tokens,
+        )
 
     def attend(
         self,
@@ -68,23 +74,35 @@ class NativeBackend:
         softcap: float | None = None,
     ) -> Tensor:
         """See `Backend.attend`."""
-        if not plan.num_decodes:
-            return self._prefill.attend(q, kv, plan.prefill, scale=scale, q_sink=q_sink, softcap=softcap)
         assert self._kernels is not None
         q = q.contiguous()
+        q_sink = None if q_sink is None else q_sink.contiguous()
         out = torch.empty_like(q)
-        self._kernels.decode(
-            q,
-            kv.k,
-            kv.v,
-            plan.decode,
-            out,
-            num_requests=plan.num_decodes,
-            sinks=plan.sinks,
-            scale=scale,
-            q_sink=None if q_sink is None else q_sink.contiguous(),
-            softcap=softcap,
-        )
-        if plan.prefill:
-            self._prefill.attend(q, kv, plan.prefill, scale=scale, q_sink=q_sink, softcap=softcap, out=out)
+        if plan.num_decodes:
+            self._kernels.decode(
+                q,
+                kv.k,
+                kv.v,
+                plan.decode,
+                out,
+                num_requests=plan.num_decodes,
+                sinks=plan.sinks,
+                scale=scale,
+                q_sink=q_sink,
+                softcap=softcap,
+            )
+        if plan.num_prefills:
+            self._kernels.prefill(
+                q,
+                kv.k,
+                kv.v,
+                plan.prefill,
+                out,
+                num_requests=plan.num_prefills,
+                window=plan.window,
+                sinks=plan.sinks,
+                scale=scale,
+                q_sink=q_sink,
+                softcap=softcap,
+            )
         return out

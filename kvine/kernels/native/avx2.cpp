@@ -5,6 +5,7 @@
 
 #include "make_path.hpp"
 #include "packed_avx2.hpp"
+#include "turn_avx2.hpp"
 
 namespace {
 
@@ -43,6 +44,11 @@ struct Avx2 {
             const auto* halves = reinterpret_cast<const __m128i*>(stored);
             return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
         }
+    }
+
+    template <class Format>
+    static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
+        turn_avx2<Format>(rows, at, to);
     }
 };
 

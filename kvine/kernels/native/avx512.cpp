@@ -5,6 +5,7 @@
 
 #include "make_path.hpp"
 #include "packed_avx2.hpp"
+#include "turn_avx2.hpp"
 
 namespace {
 
@@ -38,6 +39,11 @@ struct Avx512 {
             const auto* halves = reinterpret_cast<const __m256i*>(stored);
             return {_mm512_cvtph_ps(_mm256_loadu_si256(halves)), _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1))};
         }
+    }
+
+    template <class Format>
+    static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
+        turn_avx2<Format>(rows, at, to);
     }
 };
 

@@ -5,12 +5,16 @@
 //   Floats                  such a vector: zero(), load(from), store(to, v), fill(x), fma(a, b, c) = a * b + c, sum(v)
 //   widen<Format>(stored)   2 * width numbers at any address as two vectors, in an order of its choice: at place i of
 //                           the two is number place<Format>(i)
+//   turn<Format>(rows, at, to)  kTurnedDims numbers from byte `at` of each of kTurnedKeys rows, in their order: number d of
+//                           row k goes to to[d * kTileKeys + k]
 #pragma once
 
 #include "formats.hpp"
 #include "kernels.hpp"
 
 namespace {
+
+constexpr int kTurnedKeys = 8, kTurnedDims = 16;
 
 template <class Lanes>
 struct Pair {
@@ -85,6 +89,21 @@ inline float exp_of_negative(float x) {
     sum = sum * rest + 1.0f;
     const float value = sum * from_bits((to_bits(shifted) << 23) + to_bits(1.0f));
     return from_bits(to_bits(value) & (x < -87.0f ? 0u : ~0u));
+}
+
+// tanh, to 3e-7 of its value: a series where 1 - exp(-2x) would cancel. Without a branch, too.
+inline float tanh_of(float x) {
+    const float square = x * x;
+    float series = -929569.0f / 638512875;
+    series = series * square + 21844.0f / 6081075;
+    series = series * square - 1382.0f / 155925;
+    series = series * square + 62.0f / 2835;
+    series = series * square - 17.0f / 315;
+    series = series * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    const float magnitude = from_bits(to_bits(x) & 0x7fffffffu), less = exp_of_negative(-2 * magnitude);
+    const float far = (1 - less) / (1 + less);
+    return magnitude < 0.5f ? x + x * square * series : from_bits(to_bits(far) | (to_bits(x) & 0x80000000u));
 }
 
 }  // namespace

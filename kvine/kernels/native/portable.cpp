@@ -48,6 +48,13 @@ struct Portable {
         for (int i = 0; i < width; ++i) pair.second.at[i] = Format::widen(aligned[width + i]);
         return pair;
     }
+
+    template <class Format>
+    static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
+        for (int d = 0; d < kTurnedDims; ++d)
+            for (int k = 0; k < kTurnedKeys; ++k)
+                to[d * kvine::kTileKeys + k] = load_scalar<Format>(rows[k] + at + d * Format::size);
+    }
 };
 
 struct PackedPortable {
