@@ -138,37 +138,37 @@ void add(const float* weights, std::int64_t count, std::int64_t width, const std
 }
 
 // See Path::weigh. A place's number says which of the sums its weight is added to, wherever the tile begins.
-inline float weigh(float* scores, int begin, int end, float scale, float softcap, float& greatest, float& sum) {
+template <class Lanes>
+float weigh(float* scores, int begin, int end, float softcap, float& greatest, float& sum) {
+    using Floats = typename Lanes::Floats;
+    constexpr int kVectors = kSideBySide / Lanes::width;
     const float infinity = std::numeric_limits<float>::infinity(), before = greatest;
     const int first = side_before(begin), last = side_after(end);
-    for (int at = first; at < last; at += kSideBySide)
-        for (int i = 0; i < kSideBySide; ++i) scores[at + i] *= scale;
     if (softcap > 0)
         for (int at = first; at < last; at += kSideBySide)
             for (int i = 0; i < kSideBySide; ++i) scores[at + i] = softcap * tanh_of(scores[at + i] / softcap);
     for (int i = first; i < begin; ++i) scores[i] = -infinity;
     for (int i = end; i < last; ++i) scores[i] = -infinity;
 
-    float most[kSideBySide];
-    for (float& value : most) value = before;
+    Floats most[kVectors], sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) most[v] = Lanes::fill(before), sums[v] = Lanes::zero();
     for (int at = first; at < last; at += kSideBySide)
-        for (int i = 0; i < kSideBySide; ++i) most[i] = scores[at + i] > most[i] ? scores[at + i] : most[i];
-    float after = before;
-    for (const float value : most) after = value > after ? value : after;
+        for (int v = 0; v < kVectors; ++v) most[v] = Lanes::max(Lanes::load(scores + at + v * Lanes::width), most[v]);
+    for (int v = 1; v < kVectors; ++v) most[0] = Lanes::max(most[v], most[0]);
+    const float after = Lanes::greatest(most[0]);
     const float base = after == -infinity ? 0.0f : after;  // nothing is known of a greatest yet, and -inf weighs 0
 
-    float sums[kSideBySide] = {};
     for (int at = first; at < last; at += kSideBySide)
-        for (int i = 0; i < kSideBySide; ++i) {
-            const float weight = exp_of_negative(scores[at + i] - base);
-            scores[at + i] = weight;
-            sums[i] += weight;
+        for (int v = 0; v < kVectors; ++v) {
+            float* place = scores + at + v * Lanes::width;
+            const Floats weights = exp_of_negative<Lanes>(Lanes::sub(Lanes::load(place), Lanes::fill(base)));
+            Lanes::store(place, weights);
+            sums[v] = Lanes::add(sums[v], weights);
         }
-    float added = 0;
-    for (const float value : sums) added += value;
+    for (int v = 1; v < kVectors; ++v) sums[0] = Lanes::add(sums[0], sums[v]);
     const float shrunk = before == after ? 1.0f : exp_of_negative(before - base);
     greatest = after;
-    sum = sum * shrunk + added;
+    sum = sum * shrunk + Lanes::sum(sums[0]);
     return shrunk;
 }
 

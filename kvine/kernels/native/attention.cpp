@@ -63,7 +63,7 @@ class Stretch {
         path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_);
         path_.score(x_, task_.group, task_.width, keys_, begin, end, scores_);
         for (std::int64_t head = 0; head < task_.group; ++head) {
-            const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.scale, task_.softcap,
+            const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
                                              sums.greatest[head], sums.sum[head]);
             if (shrunk != 1.0f)
                 for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;

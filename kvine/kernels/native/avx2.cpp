@@ -18,6 +18,23 @@ struct Avx2 {
     static Floats fill(float x) { return _mm256_set1_ps(x); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+    static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+    static Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+
+    static Floats scaled(Floats v, Floats shifted) {
+        const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+        return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), power));
+    }
+    static Floats from(Floats least, Floats x, Floats v) {
+        return _mm256_andnot_ps(_mm256_cmp_ps(x, least, _CMP_LT_OQ), v);
+    }
+
+    static float greatest(Floats v) {
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    }
 
     static float sum(Floats v) {
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

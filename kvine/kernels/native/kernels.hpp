@@ -162,7 +162,7 @@ struct Path {
                             int begin, int end, float* sums);  // [count, stride]
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
-    float (*weigh)(float* scores, int begin, int end, float scale, float softcap, float& greatest, float& sum);
+    float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);
 
     // Products with packed weights: quantizes rows begin to end of x, and computes y of tiles begin to end.
     void (*quantize[kNumDTypes])(const Product&, const Quantized&, std::int64_t begin, std::int64_t end);

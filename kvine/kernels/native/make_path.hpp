@@ -35,7 +35,7 @@ constexpr kvine::Path make_path(const char* name) {
         score<Lanes>,
         {widen_rows<Lanes, Fp32>, widen_rows<Lanes, Bf16>, widen_rows<Lanes, Fp16>},
         {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},
-        weigh,
+        weigh<Lanes>,
         {quantize<Fp32>, quantize<Bf16>, quantize<Fp16>},
         {multiply_packed<PackedLanes, kvine::k8Bit>, multiply_packed<PackedLanes, kvine::k4Bit>,
          multiply_packed<PackedLanes, kvine::k4BitLeast>},

@@ -106,8 +106,8 @@ inline std::int64_t place_of(const Decode& task, std::int64_t row, std::int64_t 
 }
 
 template <class Format>
-void load(const std::byte* from, std::int64_t count, float* to) {
-    for (std::int64_t i = 0; i < count; ++i) to[i] = load_scalar<Format>(from + i * Format::size);
+void load(const std::byte* from, std::int64_t count, float factor, float* to) {
+    for (std::int64_t i = 0; i < count; ++i) to[i] = load_scalar<Format>(from + i * Format::size) * factor;
 }
 
 template <class Format>
@@ -115,7 +115,7 @@ void store(const float* from, std::int64_t count, std::byte* to) {
     for (std::int64_t i = 0; i < count; ++i) store_scalar<Format>(to + i * Format::size, from[i]);
 }
 
-// Rows of queries in fp32, `stride` apart: the heads of one query after another.
+// Rows of queries in fp32, `stride` apart and times the scale: the heads of one query after another.
 inline void load_queries(const Decode& task, const std::byte* q, std::int64_t row, std::int64_t kv_head,
                          std::int64_t count, std::int64_t stride, float* x) {
     const auto load_all = [&](auto format) {
@@ -123,7 +123,8 @@ inline void load_queries(const Decode& task, const std::byte* q, std::int64_t ro
         for (std::int64_t i = 0; i < count; ++i) {
             const std::byte* from = q + place_of(task, row + i, kv_head) * Format::size;
             for (std::int64_t head = 0; head < task.group; ++head)
-                load<Format>(from + head * task.width * Format::size, task.width, x + (i * task.group + head) * stride);
+                load<Format>(from + head * task.width * Format::size, task.width, task.scale,
+                             x + (i * task.group + head) * stride);
         }
     };
     if (task.dtype == kvine::kBf16) return load_all(Bf16{});

@@ -111,8 +111,8 @@ class TileOfQueries {
     void weigh(std::int64_t row, int count, const Span* spans) const {
         for (int r = 0; r < count; ++r) {
             if (spans[r].begin >= spans[r].end) continue;
-            const float shrunk = path_.weigh(scores_ + r * kTileKeys, spans[r].begin, spans[r].end, task_.scale,
-                                             task_.softcap, part_.greatest[row + r], part_.sum[row + r]);
+            const float shrunk = path_.weigh(scores_ + r * kTileKeys, spans[r].begin, spans[r].end, task_.softcap,
+                                             part_.greatest[row + r], part_.sum[row + r]);
             if (shrunk == 1.0f) continue;
             float* sums = part_.values + (row + r) * stride_;
             for (std::int64_t i = 0; i < stride_; ++i) sums[i] *= shrunk;
