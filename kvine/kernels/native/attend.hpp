@@ -34,10 +34,8 @@ void turn(const std::byte* const* rows, int begin, int end, std::int64_t width, 
     for (int first = side_before(begin); first < side_after(end); first += kTurnedKeys) {
         const std::byte* of[kTurnedKeys];
         for (int i = 0; i < kTurnedKeys; ++i) of[i] = rows[std::clamp(first + i, begin, end - 1)];
-        for (std::int64_t at = 0; at < whole; at += kTurnedDims) {
-            for (const std::byte* row : of) __builtin_prefetch(row + at * Format::size + kPrefetchBytes);
+        for (std::int64_t at = 0; at < whole; at += kTurnedDims)
             Lanes::template turn<Format>(of, at * Format::size, keys + at * kTileKeys + first);
-        }
         if (whole == width) continue;
         std::byte rest[kTurnedKeys][kTurnedDims * Format::size] = {};
         for (int i = 0; i < kTurnedKeys; ++i) {
@@ -98,42 +96,51 @@ void widen_rows(const std::byte* const* rows, int begin, int end, std::int64_t w
         }
 }
 
-template <class Lanes, class Format, int Rows>
-void add_block(const float* weights, std::int64_t width, const std::byte* const* rows, int begin, int end,
-               float* sums) {
+// Adds `Steps` whole steps of values, from number `at` on, or what is left of a row from there.
+template <class Lanes, class Format, int Rows, int Steps>
+void add_block(const float* weights, std::int64_t at, std::int64_t width, const std::byte* const* rows, int begin,
+               int end, float* sums) {
     const std::int64_t stride = padded<Lanes>(width);
-    for (std::int64_t at = 0; at < width; at += kStep<Lanes>) {
-        typename Lanes::Floats first[Rows], second[Rows];
-        for (int r = 0; r < Rows; ++r) {
-            first[r] = Lanes::load(sums + r * stride + at);
-            second[r] = Lanes::load(sums + r * stride + at + Lanes::width);
+    typename Lanes::Floats first[Rows][Steps], second[Rows][Steps];
+    for (int r = 0; r < Rows; ++r)
+        for (int s = 0; s < Steps; ++s) {
+            const float* from = sums + r * stride + at + s * kStep<Lanes>;
+            first[r][s] = Lanes::load(from), second[r][s] = Lanes::load(from + Lanes::width);
         }
-        const bool whole = at + kStep<Lanes> <= width;
-        for (int place = begin; place < end; ++place) {
-            const std::byte* stored = rows[place] + at * Format::size;
-            const Pair<Lanes> pair =
-                whole ? Lanes::template widen<Format>(stored) : widen_rest<Lanes, Format>(stored, width - at);
+    const bool whole = at + Steps * kStep<Lanes> <= width;
+    for (int place = begin; place < end; ++place) {
+        const std::byte* stored = rows[place] + at * Format::size;
+        for (int s = 0; s < Steps; ++s, stored += kStep<Lanes> * Format::size) {
+            const Pair<Lanes> pair = Steps > 1 || whole ? Lanes::template widen<Format>(stored)
+                                                        : widen_rest<Lanes, Format>(stored, width - at);
             for (int r = 0; r < Rows; ++r) {
                 const typename Lanes::Floats weight = Lanes::fill(weights[r * kTileKeys + place]);
-                first[r] = Lanes::fma(weight, pair.first, first[r]);
-                second[r] = Lanes::fma(weight, pair.second, second[r]);
+                first[r][s] = Lanes::fma(weight, pair.first, first[r][s]);
+                second[r][s] = Lanes::fma(weight, pair.second, second[r][s]);
             }
         }
-        for (int r = 0; r < Rows; ++r) {
-            Lanes::store(sums + r * stride + at, first[r]);
-            Lanes::store(sums + r * stride + at + Lanes::width, second[r]);
-        }
     }
+    for (int r = 0; r < Rows; ++r)
+        for (int s = 0; s < Steps; ++s) {
+            float* to = sums + r * stride + at + s * kStep<Lanes>;
+            Lanes::store(to, first[r][s]), Lanes::store(to + Lanes::width, second[r][s]);
+        }
 }
 
-// See Path::add.
+// See Path::add. Fewer rows take more of a row at once, for the same reason.
 template <class Lanes, class Format>
 void add(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows, int begin, int end,
          float* sums) {
     for (std::int64_t row = 0; row < count; row += kBlockRows)
         with_rows(std::min<std::int64_t>(count - row, kBlockRows), [&](auto block) {
-            add_block<Lanes, Format, decltype(block)::value>(weights + row * kTileKeys, width, rows, begin, end,
-                                                             sums + row * padded<Lanes>(width));
+            constexpr int kRows = decltype(block)::value, kSteps = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
+            const float* from = weights + row * kTileKeys;
+            float* to = sums + row * padded<Lanes>(width);
+            std::int64_t at = 0;
+            for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
+                add_block<Lanes, Format, kRows, kSteps>(from, at, width, rows, begin, end, to);
+            for (; at < width; at += kStep<Lanes>)
+                add_block<Lanes, Format, kRows, 1>(from, at, width, rows, begin, end, to);
         });
 }
 
