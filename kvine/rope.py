@@ -6,7 +6,7 @@ Keys are stored rotated, so an error of one angle would stay in the cache: angle
 import torch
 from torch import Tensor
 
-from kvine.kernels import Kernels, is_plain, turn
+from kvine.kernels import Kernels, cos_sin, is_plain
 from kvine.rope_scaling import RopeConfig, RopeKind, attention_scaling, inverse_frequencies
 
 __all__ = ["RopeConfig", "RopeKind", "RotaryEmbedding", "rotate"]
@@ -38,7 +38,7 @@ class RotaryEmbedding:
         second. Both are times the kind's scaling.
         """
         if self.native is not None and positions.dtype is torch.long and is_plain(positions):
-            return turn(self.frequencies, self.scaling, positions)
+            return cos_sin(self.frequencies, self.scaling, positions)
         angles = torch.outer(positions.to(self.frequencies), self.frequencies)  # [N, rotary_dim // 2]
         cos, sin = angles.cos(), angles.sin()
         if self.scaling != 1.0:

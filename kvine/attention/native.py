@@ -1,17 +1,15 @@
-"""Attention by compiled kernels, which read blocks where they lie: one query reads each row of K and V once for all of
-its heads. Longer stretches of a prompt are left to torch, whose kernels multiply matrices.
+"""Attention by compiled kernels, which read blocks where they lie: single queries are shared out over the context, a
+prompt's over tiles of queries. Either computes a query in the same order of sums, and so to the same bits.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvine import kernels
 from kvine.attention.base import Batch
-from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.pool import LayerKV
 from kvine.cache.spec import CacheSpec
 
@@ -20,20 +18,19 @@ from kvine.cache.spec import CacheSpec
 class _Plan:
     decode: Tensor  # see `Kernels.decode`
     num_decodes: int
+    prefill: Tensor  # see `Kernels.prefill`
+    num_prefills: int
+    window: int | None
     sinks: int
-    prefill: Any  # of the requests that compute more than one token
 
 
 class NativeBackend:
-    """Single queries by the kernels, and the others by `SdpaBackend`: what computes a request depends on the number of
-    its own queries alone.
-    """
+    """Requests with one query by `Kernels.decode`, and longer ones by `Kernels.prefill`."""
 
     name = "native"
 
     def __init__(self) -> None:
         self._kernels = kernels.chosen()
-        self._prefill = SdpaBackend()
 
     def unsupported(self, spec: CacheSpec, device: torch.device) -> str | None:
         """Serves every spec on a CPU that the kernels are compiled for."""
@@ -44,14 +41,25 @@ class NativeBackend:
         return None
 
     def plan(self, batch: Batch, group: int, spec: CacheSpec) -> _Plan:
-        """Where the single queries find their keys, and the other backend's plan of the rest."""
+        """Where queries find their keys."""
         starts, tables = batch.query_start, batch.groups[group].block_tables
-        single = [r for r in range(batch.num_requests) if starts[r + 1] - starts[r] == 1]
-        longer = [r for r in range(batch.num_requests) if starts[r + 1] - starts[r] > 1]
+        counts = [starts[r + 1] - starts[r] for r in range(batch.num_requests)]
+        single = [r for r, count in enumerate(counts) if count == 1]
         places = [(starts[r], batch.context_len[r]) for r in single]
-        decode = torch.tensor(single_queries(places, [tables[r] for r in single], spec), dtype=torch.long)
-        prefill = self._prefill.plan_requests(batch, group, spec, longer)
-        return _Plan(decode, len(single), spec.sink_tokens, prefill)
+        longer: list[int] = []
+        blocks: list[int] = []
+        for r, count in enumerate(counts):
+            if count > 1:
+                longer += (starts[r], count, batch.context_len[r], len(blocks))
+                blocks += tables[r][: spec.num_blocks(batch.context_len[r])]
+        return _Plan(
+            torch.tensor(single_queries(places, [tables[r] for r in single], spec), dtype=torch.long),
+            len(single),
+            torch.tensor(longer + blocks, dtype=torch.long),
+            len(longer) // 4,
+            spec.window,
+            spec.sink_tokens,
+        )
 
     def attend(
         self,
@@ -64,25 +72,37 @@ class NativeBackend:
         softcap: float | None = None,
     ) -> Tensor:
         """See `Backend.attend`."""
-        if not plan.num_decodes:
-            return self._prefill.attend(q, kv, plan.prefill, scale=scale, q_sink=q_sink, softcap=softcap)
         assert self._kernels is not None
         q = q.contiguous()
+        q_sink = None if q_sink is None else q_sink.contiguous()
         out = torch.empty_like(q)
-        self._kernels.decode(
-            q,
-            kv.k,
-            kv.v,
-            plan.decode,
-            out,
-            num_requests=plan.num_decodes,
-            sinks=plan.sinks,
-            scale=scale,
-            q_sink=None if q_sink is None else q_sink.contiguous(),
-            softcap=softcap,
-        )
-        if plan.prefill:
-            self._prefill.attend(q, kv, plan.prefill, scale=scale, q_sink=q_sink, softcap=softcap, out=out)
+        if plan.num_decodes:
+            self._kernels.decode(
+                q,
+                kv.k,
+                kv.v,
+                plan.decode,
+                out,
+                num_requests=plan.num_decodes,
+                sinks=plan.sinks,
+                scale=scale,
+                q_sink=q_sink,
+                softcap=softcap,
+            )
+        if plan.num_prefills:
+            self._kernels.prefill(
+                q,
+                kv.k,
+                kv.v,
+                plan.prefill,
+                out,
+                num_requests=plan.num_prefills,
+                window=plan.window,
+                sinks=plan.sinks,
+                scale=scale,
+                q_sink=q_sink,
+                softcap=softcap,
+            )
         return out
 
 

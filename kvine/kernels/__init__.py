@@ -151,6 +151,54 @@ class Kernels:
             torch.get_num_threads(),
         )
 
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Tensor,
+        out: Tensor,
+        *,
+        num_requests: int,
+        window: int | None,
+        sinks: int,
+        scale: float,
+        q_sink: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Attention of any number of queries for each request: bit for bit what `decode` computes for each alone.
+
+        The arguments are those of `decode`, but for:
+
+            plan: int64, [num_requests, 4] and behind it the block tables: a request's first row of q and out, the
+                number of its queries, the number of its keys up to the last query's, and where its table begins.
+            window: how many keys a query sees, its own included; None for all.
+
+        Raises:
+            IndexError: if a query sees a key in a block that there is not.
+        """
+        num_blocks, kv_heads, block_size, width = k.shape
+        self.path.prefill(
+            (self.dtypes[q.dtype], self.dtypes[k.dtype], self.dtypes[v.dtype]),
+            q.data_ptr(),
+            0 if q_sink is None else q_sink.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            plan.data_ptr(),
+            num_requests,
+            kv_heads,
+            q.shape[1] // kv_heads,
+            width,
+            block_size,
+            num_blocks,
+            window or 0,
+            sinks,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+
 
 class NativeLinear:
     """A product whose weight and bias are checked once. See `Kernels.bind`."""
@@ -246,13 +294,13 @@ def write_rows(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor)
     )
 
 
-def turn(frequencies: Tensor, scaling: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+def cos_sin(frequencies: Tensor, scaling: float, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of `positions` [N] times `frequencies` [R / 2], as `RotaryEmbedding.cos_sin` gives them.
 
     Both are addresses to the extension: dense, on the CPU, int64 and fp64.
     """
     cos, sin = (torch.empty((len(positions), 1, 2 * len(frequencies)), dtype=torch.float32) for _ in range(2))
-    require_native().turn(
+    require_native().cos_sin(
         frequencies.data_ptr(),
         len(frequencies),
         scaling,

@@ -74,6 +74,34 @@ class Path:
         block tables, which follow, its own begins. Raises IndexError for a block that there is not.
         """
 
+    def prefill(
+        self,
+        dtypes: tuple[int, int, int],
+        q: int,
+        q_sink: int,
+        k: int,
+        v: int,
+        y: int,
+        plan: int,
+        num_requests: int,
+        kv_heads: int,
+        group: int,
+        width: int,
+        block_size: int,
+        num_blocks: int,
+        window: int,
+        sinks: int,
+        scale: float,
+        softcap: float,
+        num_threads: int,
+        /,
+    ) -> None:
+        """The same for any number of queries of each request; a window of 0 is none.
+
+        The plan is int64: for each request its first row, the number of queries, that of keys up to the last query's, and
+        where among the block tables, which follow, its own begins. Raises IndexError for a block that there is not.
+        """
+
     def stack(
         self,
         dtype: int,
@@ -131,7 +159,7 @@ class Stack:
         Raises IndexError for a token, a row, a group or a block that there is not.
         """
 
-def turn(frequencies: int, count: int, scaling: float, positions: int, rows: int, cos: int, sin: int, /) -> None:
+def cos_sin(frequencies: int, count: int, scaling: float, positions: int, rows: int, cos: int, sin: int, /) -> None:
     """Cosines and sines in fp32, [rows, 2 * count], of int64 positions times fp64 frequencies."""
 
 def write(

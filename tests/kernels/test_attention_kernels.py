@@ -4,108 +4,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from attention_scene import DTYPES, Scene
 
 from kvine import kernels
-from kvine.kernels import Kernels
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EPS32 = torch.finfo(torch.float32).eps
 
 every_path = pytest.mark.parametrize("path", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-
-
-class Scene:
-    """Requests of given lengths over shuffled blocks; what belongs to none of them is NaN."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        heads: tuple[int, int] = (6, 2),
-        width: int = 64,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        moved: bool = False,
-        softcap: float | None = None,
-        spread: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.lengths, self.window, self.sinks, self.softcap = lengths, window, sinks, softcap
-        self.block_size, self.width = block_size, width
-        needed = [-(-length // block_size) for length in lengths]
-        order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
-        self.tables = [[order.pop() for _ in range(count)] for count in needed]
-        k_dtype, v_dtype = kv_dtypes or (dtype, dtype)
-        shape = (sum(needed) + 3, heads[1], block_size, width)
-        self.k = torch.full(shape, torch.nan, dtype=k_dtype)
-        self.v = torch.full(shape, torch.nan, dtype=v_dtype)
-        for length, table in zip(lengths, self.tables, strict=True):
-            for position in range(length):
-                if window is not None and position >= sinks and position <= length - 1 - window:
-                    continue  # invisible: stays NaN
-                place = table[position // block_size], slice(None), position % block_size
-                self.k[place] = torch.randn(heads[1], width, generator=generator).to(k_dtype)
-                self.v[place] = torch.randn(heads[1], width, generator=generator).to(v_dtype)
-        self.q = (torch.randn(len(lengths), heads[0], width, generator=generator) * spread).to(dtype)
-        self.q_sink = torch.randn(self.q.shape, generator=generator).to(dtype) if moved else None
-        self.scale = width**-0.5
-
-    def starts(self) -> list[int]:
-        return [0 if self.window is None else max(0, length - self.window) for length in self.lengths]
-
-    def plan(self, rows: list[int]) -> Tensor:
-        requests: list[int] = []
-        tables: list[int] = []
-        for r in rows:
-            requests += (r, self.lengths[r], self.starts()[r], len(tables))
-            tables += self.tables[r]
-        return torch.tensor(requests + tables, dtype=torch.long)
-
-    def attend(self, native: Kernels, rows: list[int] | None = None) -> Tensor:
-        rows = list(range(len(self.lengths))) if rows is None else rows
-        out = torch.full_like(self.q, 7)
-        native.decode(
-            self.q,
-            self.k,
-            self.v,
-            self.plan(rows),
-            out,
-            num_requests=len(rows),
-            sinks=self.sinks,
-            scale=self.scale,
-            q_sink=self.q_sink,
-            softcap=self.softcap,
-        )
-        return out
-
-    def check(self, out: Tensor) -> None:
-        """The scores' error, of fp32 sums over the width, is one of the weights; the result is rounded once."""
-        group = self.q.shape[1] // self.k.shape[1]
-        for r, (length, table) in enumerate(zip(self.lengths, self.tables, strict=True)):
-            seen = [p for p in range(length) if p >= self.starts()[r] or p < self.sinks]
-            place = torch.tensor([table[p // self.block_size] for p in seen]), torch.tensor(seen) % self.block_size
-            sink = torch.tensor([p < self.sinks for p in seen])
-            for head in range(self.q.shape[1]):
-                keys = self.k[place[0], head // group, place[1]].double()
-                values = self.v[place[0], head // group, place[1]].double()
-                query = self.q[r, head].double()
-                to_sinks = query if self.q_sink is None else self.q_sink[r, head].double()
-                scores = torch.where(sink, keys @ to_sinks, keys @ query) * self.scale
-                magnitude = torch.where(sink, keys.abs() @ to_sinks.abs(), keys.abs() @ query.abs()) * self.scale
-                if self.softcap is not None:
-                    scores = self.softcap * torch.tanh(scores / self.softcap)
-                weights = scores.softmax(0)
-                exact = weights @ values
-                error = EPS32 * ((self.width + 4) * magnitude.max() + 4 * scores.abs().max() + 4 + len(seen) / 8)
-                limits = torch.finfo(out.dtype)
-                bound = 2 * error * (weights @ values.abs()) + exact.abs() * limits.eps / 2 + limits.smallest_normal
-                assert bool(((out[r, head].double() - exact).abs() <= bound).all()), (r, head)
 
 
 @every_path
@@ -116,10 +20,10 @@ def test_every_shape(path: str, dtype: torch.dtype) -> None:
         ((1, 1), (4, 4), (9, 3), (8, 2), (10, 2), (5, 1)), (8, 20, 64, 80)
     ):  # 80: whole steps and a rest, be a step 16 or 32
         scene = Scene([1, 5, 63, 64, 65, 300], heads=heads, width=width, dtype=dtype)
-        scene.check(scene.attend(native))
+        scene.check(scene.decode(native))
     for block_size in (1, 3, 32, 256):
         scene = Scene([1, 5, 257, 600], block_size=block_size, dtype=dtype)
-        scene.check(scene.attend(native))
+        scene.check(scene.decode(native))
 
 
 @every_path
@@ -129,7 +33,7 @@ def test_windows_sinks_and_caps(path: str, dtype: torch.dtype) -> None:
     for window, sinks, moved, softcap in itertools.product((1, 7, 300), (0, 4, 70), (False, True), (None, 3.0)):
         lengths = [1, 6, 80, 700]
         scene = Scene(lengths, dtype=dtype, window=window, sinks=sinks, moved=moved and sinks > 0, softcap=softcap)
-        scene.check(scene.attend(native))
+        scene.check(scene.decode(native))
 
 
 @every_path
@@ -137,7 +41,7 @@ def test_every_mixture_of_formats(path: str) -> None:
     native = kernels.load(path)
     for dtype, k_dtype, v_dtype in itertools.product(DTYPES, repeat=3):
         scene = Scene([40, 3], dtype=dtype, kv_dtypes=(k_dtype, v_dtype))
-        scene.check(scene.attend(native))
+        scene.check(scene.decode(native))
 
 
 @every_path
@@ -146,15 +50,15 @@ def test_a_result_depends_on_its_own_request_alone(path: str, dtype: torch.dtype
     """Not on batch mates, nor on the number of threads."""
     native, before = kernels.load(path), torch.get_num_threads()
     scene = Scene([900, 3, 2_000, 64], dtype=dtype)
-    whole = scene.attend(native)
+    whole = scene.decode(native)
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            assert torch.equal(scene.attend(native), whole)
+            assert torch.equal(scene.decode(native), whole)
     finally:
         torch.set_num_threads(before)
     for rows in ([2], [3, 0], [1]):
-        part = scene.attend(native, rows)
+        part = scene.decode(native, rows)
         assert torch.equal(part[rows], whole[rows])
         rest = [r for r in range(4) if r not in rows]
         assert bool((part[rest] == 7).all()), "rows of other requests are not touched"
@@ -165,7 +69,7 @@ def test_a_result_depends_on_its_own_request_alone(path: str, dtype: torch.dtype
 def test_a_result_does_not_depend_on_the_size_of_blocks(path: str, moved: bool) -> None:
     native = kernels.load(path)
     scene = Scene([600, 70], window=300, sinks=5, moved=moved)
-    whole = scene.attend(native)
+    whole = scene.decode(native)
     for block_size in (1, 7, 32, 1_000):
         other = Scene([600, 70], window=300, sinks=5, moved=moved, block_size=block_size)
         other.q, other.q_sink = scene.q, scene.q_sink
@@ -174,7 +78,7 @@ def test_a_result_does_not_depend_on_the_size_of_blocks(path: str, moved: bool) 
                 to = other.tables[r][position // block_size], slice(None), position % block_size
                 at = scene.tables[r][position // 16], slice(None), position % 16
                 other.k[to], other.v[to] = scene.k[at], scene.v[at]
-        assert torch.equal(other.attend(native), whole)
+        assert torch.equal(other.decode(native), whole)
 
 
 @every_path
@@ -182,7 +86,7 @@ def test_a_long_context_is_cut_into_longer_stretches(path: str) -> None:
     """From 64 stretches of 256 keys on, that their number stays bounded."""
     native = kernels.load(path)
     scene = Scene([16_384, 16_385, 40_000], heads=(2, 1), width=8)
-    scene.check(scene.attend(native))
+    scene.check(scene.decode(native))
 
 
 @every_path
@@ -190,11 +94,11 @@ def test_a_long_context_is_cut_into_longer_stretches(path: str) -> None:
 def test_far_scores_neither_overflow_nor_vanish(path: str, dtype: torch.dtype) -> None:
     native = kernels.load(path)
     scene = Scene([500], dtype=dtype, spread=200.0)
-    out = scene.attend(native)
+    out = scene.decode(native)
     assert out.isfinite().all()
     scene.check(out)
     scene.q.zero_()  # all weights are equal
-    scene.check(scene.attend(native))
+    scene.check(scene.decode(native))
 
 
 @every_path
@@ -210,14 +114,14 @@ def test_keys_that_are_infinitely_far_weigh_nothing(path: str) -> None:
         place = torch.tensor([scene.tables[0][p // 16] for p in seen]), torch.tensor(seen) % 16
         keys, values = scene.k[place[0], 0, place[1]], scene.v[place[0], 0, place[1]]
         expected = (scene.q[0] @ keys.T * scene.scale).softmax(-1) @ values
-        torch.testing.assert_close(scene.attend(native)[0], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scene.decode(native)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @every_path
 def test_nan_in_what_is_seen_is_not_hidden(path: str) -> None:
     native, scene = kernels.load(path), Scene([70, 70])
     scene.k[scene.tables[0][2], 1, 3] = torch.nan
-    out = scene.attend(native)
+    out = scene.decode(native)
     assert out[0, 3:].isnan().all() and out[0, :3].isfinite().all() and out[1].isfinite().all()
 
 
@@ -226,10 +130,10 @@ def test_a_block_that_there_is_not_is_refused_where_it_is_seen(path: str) -> Non
     native = kernels.load(path)
     scene = Scene([70], window=20, sinks=4)
     scene.tables[0][1] = scene.tables[0][2] = -1  # let go: neither sinks nor window reach them
-    scene.check(scene.attend(native))
+    scene.check(scene.decode(native))
     for table in (0, 3):
         for block in (-1, scene.k.shape[0]):
             broken = Scene([70], window=20, sinks=4)
             broken.tables[0][table] = block
             with pytest.raises(IndexError, match="no such block"):
-                broken.attend(native)
+                broken.decode(native)

@@ -1,113 +1,181 @@
-// The loops of attention over a tile of keys.
+// The loops of attention over a tile of keys. One query and many are computed by the same ones, so that each sum has one
+// order: a score's that of the dimensions, a value's that of the keys.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "lanes.hpp"
 
 namespace {
 
+using kvine::kBlockRows;
 using kvine::kTileKeys;
 
 // Numbers that loops without a data dependence take side by side; a divisor of kTileKeys.
 constexpr int kSideBySide = 16;
 
-template <class Lanes, class Format, int Rows>
-void score_rows(const float* x, std::int64_t width, const std::byte* const* rows, int count, float* scores) {
-    int key = 0;
-    for (; key + kTileOutputs <= count; key += kTileOutputs) {
-        float dots[kTileOutputs][Rows];
-        dot_tile<Lanes, Format>(rows + key, x, width, dots);
-        for (int r = 0; r < Rows; ++r)
-            for (int o = 0; o < kTileOutputs; ++o) scores[r * kTileKeys + key + o] = dots[o][r];
-    }
-    for (; key < count; ++key) {
-        float dots[1][Rows];
-        dot_tile<Lanes, Format>(rows + key, x, width, dots);
-        for (int r = 0; r < Rows; ++r) scores[r * kTileKeys + key] = dots[0][r];
-    }
+constexpr int side_before(int place) { return place / kSideBySide * kSideBySide; }
+constexpr int side_after(int place) { return side_before(place + kSideBySide - 1); }
+
+// Calls f with `rows`, which is 1 to Most, as a constant.
+template <int Most = kBlockRows, class F>
+void with_rows(std::int64_t rows, const F& f) {
+    if constexpr (Most > 1)
+        if (rows < Most) return with_rows<Most - 1>(rows, f);
+    f(std::integral_constant<int, Most>{});
 }
 
+// See Path::turn.
 template <class Lanes, class Format>
-void score(const float* x, std::int64_t group, std::int64_t width, const std::byte* const* rows, int count,
-           float* scores) {
-    const std::int64_t stride = padded<Lanes>(width);
-    std::int64_t head = 0;
-    for (; head + kTileRows <= group; head += kTileRows)
-        score_rows<Lanes, Format, kTileRows>(x + head * stride, width, rows, count, scores + head * kTileKeys);
-    static_assert(kTileRows == 3, "the two cases below are the heads that are left");
-    if (group - head == 2) score_rows<Lanes, Format, 2>(x + head * stride, width, rows, count, scores + head * kTileKeys);
-    if (group - head == 1) score_rows<Lanes, Format, 1>(x + head * stride, width, rows, count, scores + head * kTileKeys);
+void turn(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys) {
+    const std::int64_t whole = width - width % kTurnedDims;
+    for (int first = side_before(begin); first < side_after(end); first += kTurnedKeys) {
+        const std::byte* of[kTurnedKeys];
+        for (int i = 0; i < kTurnedKeys; ++i) of[i] = rows[std::clamp(first + i, begin, end - 1)];
+        for (std::int64_t at = 0; at < whole; at += kTurnedDims)
+            Lanes::template turn<Format>(of, at * Format::size, keys + at * kTileKeys + first);
+        if (whole == width) continue;
+        std::byte rest[kTurnedKeys][kTurnedDims * Format::size] = {};
+        for (int i = 0; i < kTurnedKeys; ++i) {
+            std::memcpy(rest[i], of[i] + whole * Format::size, (width - whole) * Format::size);
+            of[i] = rest[i];
+        }
+        Lanes::template turn<Format>(of, 0, keys + whole * kTileKeys + first);
+    }
 }
 
-template <class Lanes, class Format, int Rows>
-void add_rows(const float* weights, std::int64_t width, const std::byte* const* rows, int count, float* sums) {
+template <class Lanes, int Rows, int Vectors>
+void score_block(const float* x, std::int64_t width, const float* keys, float* scores) {
     const std::int64_t stride = padded<Lanes>(width);
-    for (std::int64_t at = 0; at < width; at += kStep<Lanes>) {
-        typename Lanes::Floats first[Rows], second[Rows];
+    typename Lanes::Floats sums[Rows][Vectors];
+    for (auto& of_row : sums)
+        for (auto& sum : of_row) sum = Lanes::zero();
+    for (std::int64_t d = 0; d < width; ++d) {
+        typename Lanes::Floats key[Vectors];
+        for (int v = 0; v < Vectors; ++v) key[v] = Lanes::load(keys + d * kTileKeys + v * Lanes::width);
         for (int r = 0; r < Rows; ++r) {
-            first[r] = Lanes::load(sums + r * stride + at);
-            second[r] = Lanes::load(sums + r * stride + at + Lanes::width);
+            const typename Lanes::Floats factor = Lanes::fill(x[r * stride + d]);
+            for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::fma(factor, key[v], sums[r][v]);
         }
-        const bool whole = at + kStep<Lanes> <= width;
-        for (int key = 0; key < count; ++key) {
-            const std::byte* stored = rows[key] + at * Format::size;
-            const Pair<Lanes> pair =
-                whole ? Lanes::template widen<Format>(stored) : widen_rest<Lanes, Format>(stored, width - at);
+    }
+    for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vectors; ++v) Lanes::store(scores + r * kTileKeys + v * Lanes::width, sums[r][v]);
+}
+
+// See Path::score. Fewer rows take more keys at once, so that enough sums are independent.
+template <class Lanes>
+void score(const float* x, std::int64_t rows, std::int64_t width, const float* keys, int begin, int end,
+           float* scores) {
+    for (std::int64_t row = 0; row < rows; row += kBlockRows)
+        with_rows(std::min<std::int64_t>(rows - row, kBlockRows), [&](auto count) {
+            constexpr int kRows = decltype(count)::value, kLeast = kSideBySide / Lanes::width;
+            constexpr int kMost = std::max(kLeast, kRows == 1 ? 8 : kRows <= 3 ? 4 : 2);
+            const float* from = x + row * padded<Lanes>(width);
+            float* to = scores + row * kTileKeys;
+            int place = side_before(begin);
+            for (; place + kMost * Lanes::width <= side_after(end); place += kMost * Lanes::width)
+                score_block<Lanes, kRows, kMost>(from, width, keys + place, to + place);
+            for (; place < end; place += kSideBySide)
+                score_block<Lanes, kRows, kLeast>(from, width, keys + place, to + place);
+        });
+}
+
+// See Path::widen.
+template <class Lanes, class Format>
+void widen_rows(const std::byte* const* rows, int begin, int end, std::int64_t width, float* values) {
+    const std::int64_t stride = padded<Lanes>(width);
+    for (int place = begin; place < end; ++place)
+        for (std::int64_t at = 0; at < width; at += kStep<Lanes>) {
+            const std::byte* stored = rows[place] + at * Format::size;
+            const Pair<Lanes> pair = at + kStep<Lanes> <= width ? Lanes::template widen<Format>(stored)
+                                                                : widen_rest<Lanes, Format>(stored, width - at);
+            Lanes::store(values + place * stride + at, pair.first);
+            Lanes::store(values + place * stride + at + Lanes::width, pair.second);
+        }
+}
+
+// Adds `Steps` whole steps of values, from number `at` on, or what is left of a row from there.
+template <class Lanes, class Format, int Rows, int Steps>
+void add_block(const float* weights, std::int64_t at, std::int64_t width, const std::byte* const* rows, int begin,
+               int end, float* sums) {
+    const std::int64_t stride = padded<Lanes>(width);
+    typename Lanes::Floats first[Rows][Steps], second[Rows][Steps];
+    for (int r = 0; r < Rows; ++r)
+        for (int s = 0; s < Steps; ++s) {
+            const float* from = sums + r * stride + at + s * kStep<Lanes>;
+            first[r][s] = Lanes::load(from), second[r][s] = Lanes::load(from + Lanes::width);
+        }
+    const bool whole = at + Steps * kStep<Lanes> <= width;
+    for (int place = begin; place < end; ++place) {
+        const std::byte* stored = rows[place] + at * Format::size;
+        for (int s = 0; s < Steps; ++s, stored += kStep<Lanes> * Format::size) {
+            const Pair<Lanes> pair = Steps > 1 || whole ? Lanes::template widen<Format>(stored)
+                                                        : widen_rest<Lanes, Format>(stored, width - at);
             for (int r = 0; r < Rows; ++r) {
-                const typename Lanes::Floats weight = Lanes::fill(weights[r * kTileKeys + key]);
-                first[r] = Lanes::fma(weight, pair.first, first[r]);
-                second[r] = Lanes::fma(weight, pair.second, second[r]);
+                const typename Lanes::Floats weight = Lanes::fill(weights[r * kTileKeys + place]);
+                first[r][s] = Lanes::fma(weight, pair.first, first[r][s]);
+                second[r][s] = Lanes::fma(weight, pair.second, second[r][s]);
             }
         }
-        for (int r = 0; r < Rows; ++r) {
-            Lanes::store(sums + r * stride + at, first[r]);
-            Lanes::store(sums + r * stride + at + Lanes::width, second[r]);
-        }
     }
+    for (int r = 0; r < Rows; ++r)
+        for (int s = 0; s < Steps; ++s) {
+            float* to = sums + r * stride + at + s * kStep<Lanes>;
+            Lanes::store(to, first[r][s]), Lanes::store(to + Lanes::width, second[r][s]);
+        }
 }
 
+// See Path::add. Fewer rows take more of a row at once, for the same reason.
 template <class Lanes, class Format>
-void add(const float* weights, std::int64_t group, std::int64_t width, const std::byte* const* rows, int count,
+void add(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows, int begin, int end,
          float* sums) {
-    const std::int64_t stride = padded<Lanes>(width);
-    std::int64_t head = 0;
-    for (; head + kTileRows <= group; head += kTileRows)
-        add_rows<Lanes, Format, kTileRows>(weights + head * kTileKeys, width, rows, count, sums + head * stride);
-    static_assert(kTileRows == 3, "the two cases below are the heads that are left");
-    if (group - head == 2) add_rows<Lanes, Format, 2>(weights + head * kTileKeys, width, rows, count, sums + head * stride);
-    if (group - head == 1) add_rows<Lanes, Format, 1>(weights + head * kTileKeys, width, rows, count, sums + head * stride);
+    for (std::int64_t row = 0; row < count; row += kBlockRows)
+        with_rows(std::min<std::int64_t>(count - row, kBlockRows), [&](auto block) {
+            constexpr int kRows = decltype(block)::value, kSteps = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
+            const float* from = weights + row * kTileKeys;
+            float* to = sums + row * padded<Lanes>(width);
+            std::int64_t at = 0;
+            for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
+                add_block<Lanes, Format, kRows, kSteps>(from, at, width, rows, begin, end, to);
+            for (; at < width; at += kStep<Lanes>)
+                add_block<Lanes, Format, kRows, 1>(from, at, width, rows, begin, end, to);
+        });
 }
 
-inline float weigh(float* scores, int count, float scale, float softcap, float& greatest, float& sum) {
+// See Path::weigh. A place's number says which of the sums its weight is added to, wherever the tile begins.
+template <class Lanes>
+float weigh(float* scores, int begin, int end, float softcap, float& greatest, float& sum) {
+    using Floats = typename Lanes::Floats;
+    constexpr int kVectors = kSideBySide / Lanes::width;
     const float infinity = std::numeric_limits<float>::infinity(), before = greatest;
-    const int padded_count = (count + kSideBySide - 1) / kSideBySide * kSideBySide;
-    for (int i = 0; i < count; ++i) scores[i] *= scale;
+    const int first = side_before(begin), last = side_after(end);
     if (softcap > 0)
-        for (int i = 0; i < count; ++i) scores[i] = softcap * std::tanh(scores[i] / softcap);
-    for (int i = count; i < padded_count; ++i) scores[i] = -infinity;
+        for (int at = first; at < last; at += kSideBySide)
+            for (int i = 0; i < kSideBySide; ++i) scores[at + i] = softcap * tanh_of(scores[at + i] / softcap);
+    for (int i = first; i < begin; ++i) scores[i] = -infinity;
+    for (int i = end; i < last; ++i) scores[i] = -infinity;
 
-    float most[kSideBySide];
-    for (float& value : most) value = before;
-    for (int at = 0; at < padded_count; at += kSideBySide)
-        for (int i = 0; i < kSideBySide; ++i) most[i] = scores[at + i] > most[i] ? scores[at + i] : most[i];
-    float after = before;
-    for (const float value : most) after = value > after ? value : after;
+    Floats most[kVectors], sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) most[v] = Lanes::fill(before), sums[v] = Lanes::zero();
+    for (int at = first; at < last; at += kSideBySide)
+        for (int v = 0; v < kVectors; ++v) most[v] = Lanes::max(Lanes::load(scores + at + v * Lanes::width), most[v]);
+    for (int v = 1; v < kVectors; ++v) most[0] = Lanes::max(most[v], most[0]);
+    const float after = Lanes::greatest(most[0]);
     const float base = after == -infinity ? 0.0f : after;  // nothing is known of a greatest yet, and -inf weighs 0
 
-    float sums[kSideBySide] = {};
-    for (int at = 0; at < padded_count; at += kSideBySide)
-        for (int i = 0; i < kSideBySide; ++i) {
-            const float weight = exp_of_negative(scores[at + i] - base);
-            scores[at + i] = weight;
-            sums[i] += weight;
+    for (int at = first; at < last; at += kSideBySide)
+        for (int v = 0; v < kVectors; ++v) {
+            float* place = scores + at + v * Lanes::width;
+            const Floats weights = exp_of_negative<Lanes>(Lanes::sub(Lanes::load(place), Lanes::fill(base)));
+            Lanes::store(place, weights);
+            sums[v] = Lanes::add(sums[v], weights);
         }
-    float added = 0;
-    for (const float value : sums) added += value;
+    for (int v = 1; v < kVectors; ++v) sums[0] = Lanes::add(sums[0], sums[v]);
     const float shrunk = before == after ? 1.0f : exp_of_negative(before - base);
     greatest = after;
-    sum = sum * shrunk + added;
+    sum = sum * shrunk + Lanes::sum(sums[0]);
     return shrunk;
 }
 

@@ -5,6 +5,7 @@
 
 #include "make_path.hpp"
 #include "packed_avx2.hpp"
+#include "turn_avx2.hpp"
 
 namespace {
 
@@ -17,6 +18,19 @@ struct Avx512 {
     static Floats fill(float x) { return _mm512_set1_ps(x); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+    static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+    static Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+
+    static Floats scaled(Floats v, Floats shifted) {
+        const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), power));
+    }
+    static Floats from(Floats least, Floats x, Floats v) {
+        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), v);
+    }
+
+    static float greatest(Floats v) { return _mm512_reduce_max_ps(v); }
     static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 
     template <class Format>
@@ -38,6 +52,11 @@ struct Avx512 {
             const auto* halves = reinterpret_cast<const __m256i*>(stored);
             return {_mm512_cvtph_ps(_mm256_loadu_si256(halves)), _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1))};
         }
+    }
+
+    template <class Format>
+    static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
+        turn_avx2<Format>(rows, at, to);
     }
 };
 

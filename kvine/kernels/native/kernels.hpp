@@ -88,6 +88,21 @@ struct Decode {
     DType dtype, k_dtype, v_dtype;
 };
 
+// Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits.
+struct Prefill {
+    struct Request {
+        std::int64_t row;      // of q and y: its first
+        std::int64_t queries;  // how many rows; the last sees all of its keys
+        std::int64_t length;   // keys up to the last query's own
+        std::int64_t table;    // where its block table begins
+    };
+
+    Decode each;  // whose own requests are not used
+    const Request* requests;
+    std::int64_t num_requests;
+    std::int64_t window;  // how many keys a query sees, its own included; 0 for all
+};
+
 // How weights are packed: groups of 32 along a row, each with a scale in fp16.
 enum Packing : int {
     k8Bit,      // scale * q, q from -128 to 127
@@ -127,8 +142,8 @@ struct PackedProduct {
     Packing packing;
 };
 
-// Keys that are scored at a time.
-constexpr int kTileKeys = 64;
+// Keys that are scored at a time, and rows of queries that are computed together.
+constexpr int kTileKeys = 64, kBlockRows = 6;
 
 // One instruction set. The functions work on the calling thread; each but the first on a range of rows or outputs.
 struct Path {
@@ -147,19 +162,23 @@ struct Path {
     void (*gate[kNumDTypes])(const Gated&, std::int64_t begin, std::int64_t end);
     void (*add_to[kNumDTypes])(const Sum&, std::int64_t begin, std::int64_t end);
     void (*multiply_by[kNumDTypes])(std::byte* x, float factor, std::int64_t begin, std::int64_t end);
-    void (*widen[kNumDTypes])(const std::byte* x, float* y, std::int64_t begin, std::int64_t end);
+    void (*to_floats[kNumDTypes])(const std::byte* x, float* y, std::int64_t begin, std::int64_t end);
 
-    // What attention is made of. `rows` are up to kTileKeys rows of K or of V; x and sums are [group, stride] in fp32, in
-    // the order that a dtype is widened in: at place i of a step is number order[dtype][i] of it. `stride` is the width
-    // filled up to whole steps.
+    // What attention is made of. `rows` are rows of K or of V by their places in a tile, of which places begin to end are
+    // read; x, sums and widened rows are in fp32, `stride` apart, which is the width filled up to whole steps. Values are in
+    // the order that their dtype is widened in: at place i of a step is number order[dtype][i] of it.
     const int* order[kNumDTypes];
-    void (*score[kNumDTypes])(const float* x, std::int64_t group, std::int64_t width, const std::byte* const* rows,
-                              int count, float* scores);  // [group, kTileKeys]
-    void (*add[kNumDTypes])(const float* weights, std::int64_t group, std::int64_t width, const std::byte* const* rows,
-                            int count, float* sums);
+    // Lays keys side by side, [stride, kTileKeys]. Begin and end are rounded outwards to what `score` takes at once.
+    void (*turn[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys);
+    void (*score)(const float* x, std::int64_t count, std::int64_t width, const float* keys, int begin, int end,
+                  float* scores);  // [count, kTileKeys]
+    // Widens values, which may then be added as rows of fp32 of stride numbers: [kTileKeys, stride].
+    void (*widen[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* values);
+    void (*add[kNumDTypes])(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows,
+                            int begin, int end, float* sums);  // [count, stride]
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
-    float (*weigh)(float* scores, int count, float scale, float softcap, float& greatest, float& sum);
+    float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);
 
     // Products with packed weights: quantizes rows begin to end of x, and computes y of tiles begin to end.
     void (*quantize[kNumDTypes])(const Product&, const Quantized&, std::int64_t begin, std::int64_t end);
@@ -187,8 +206,9 @@ void gate(const Path& path, DType dtype, const Gated& task, std::int64_t count, 
 void decode(const Path& path, const Decode& task, int num_threads);
 // Cosines and sines [rows, 2 * count] of rows begin to end, computed in double: the cosines twice, the sines once with
 // a minus and once with a plus.
-void turn(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
-          std::int64_t end);
+void cos_sin(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
+             std::int64_t end);
+void prefill(const Path& path, const Prefill& task, int num_threads);
 void write(const Write& task);  // fp16 ends at 65,504, which is what is stored of anything beyond
 void packed_linear(const Path& path, DType dtype, const PackedProduct& task, int num_threads);
 
@@ -208,5 +228,8 @@ std::int64_t context_bytes(const Decode& task);
 // numbers as `partial_floats` says.
 std::int64_t partial_floats(const Path& path, const Decode& task);
 void decode_in_team(const Path& path, const Decode& task, float* floats);
+
+// Products of a query's numbers with a key's, at most and sinks aside.
+std::int64_t products_of(const Prefill& task);
 
 }  // namespace kvine

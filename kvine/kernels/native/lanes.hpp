@@ -2,15 +2,22 @@
 // brings its own `Lanes`:
 //
 //   width                   fp32 numbers in a vector
-//   Floats                  such a vector: zero(), load(from), store(to, v), fill(x), fma(a, b, c) = a * b + c, sum(v)
+//   Floats                  such a vector: zero(), load(from), store(to, v), fill(x), fma(a, b, c) = a * b + c, add(a, b),
+//                           sub(a, b), max(a, b), which is b where a is a NaN, sum(v), greatest(v)
+//   scaled(v, shifted)      v times 2 to the power that stands in the lowest bits of `shifted`
+//   from(least, x, v)       v where x is not less than `least`, and 0 elsewhere
 //   widen<Format>(stored)   2 * width numbers at any address as two vectors, in an order of its choice: at place i of
 //                           the two is number place<Format>(i)
+//   turn<Format>(rows, at, to)  kTurnedDims numbers from byte `at` of each of kTurnedKeys rows, in their order: number d of
+//                           row k goes to to[d * kTileKeys + k]
 #pragma once
 
 #include "formats.hpp"
 #include "kernels.hpp"
 
 namespace {
+
+constexpr int kTurnedKeys = 8, kTurnedDims = 16;
 
 template <class Lanes>
 struct Pair {
@@ -85,6 +92,35 @@ inline float exp_of_negative(float x) {
     sum = sum * rest + 1.0f;
     const float value = sum * from_bits((to_bits(shifted) << 23) + to_bits(1.0f));
     return from_bits(to_bits(value) & (x < -87.0f ? 0u : ~0u));
+}
+
+// The same of a vector, with products and sums rounded once.
+template <class Lanes>
+typename Lanes::Floats exp_of_negative(typename Lanes::Floats x) {
+    using Floats = typename Lanes::Floats;
+    const Floats least = Lanes::fill(-87.0f), shift = Lanes::fill(0x1.8p23f), bounded = Lanes::max(least, x);
+    const Floats shifted = Lanes::fma(bounded, Lanes::fill(0x1.715476p+0f), shift), n = Lanes::sub(shifted, shift);
+    const Floats near = Lanes::fma(n, Lanes::fill(-0x1.62e400p-1f), bounded);
+    const Floats rest = Lanes::fma(n, Lanes::fill(-0x1.7f7d1cp-20f), near);
+    Floats sum = Lanes::fill(1.0f / 5040);
+    for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        sum = Lanes::fma(sum, rest, Lanes::fill(factor));
+    return Lanes::from(least, x, Lanes::scaled(sum, shifted));
+}
+
+// tanh, to 3e-7 of its value: a series where 1 - exp(-2x) would cancel. Without a branch, too.
+inline float tanh_of(float x) {
+    const float square = x * x;
+    float series = -929569.0f / 638512875;
+    series = series * square + 21844.0f / 6081075;
+    series = series * square - 1382.0f / 155925;
+    series = series * square + 62.0f / 2835;
+    series = series * square - 17.0f / 315;
+    series = series * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    const float magnitude = from_bits(to_bits(x) & 0x7fffffffu), less = exp_of_negative(-2 * magnitude);
+    const float far = (1 - less) / (1 + less);
+    return magnitude < 0.5f ? x + x * square * series : from_bits(to_bits(far) | (to_bits(x) & 0x80000000u));
 }
 
 }  // namespace

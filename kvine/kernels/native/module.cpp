@@ -21,6 +21,7 @@ namespace {
 // Releasing the interpreter's lock costs about 10 µs, and more beside a busy thread: only for what takes over 100 µs.
 constexpr std::int64_t kLongRead = 4 << 20;
 constexpr std::int64_t kManyNumbers = 128 << 10;
+constexpr std::int64_t kManyProducts = 1 << 20;
 
 DType checked(int dtype) {
     if (dtype < 0 || dtype >= kNumDTypes) throw nb::value_error("no such dtype");
@@ -139,18 +140,15 @@ void write_at(std::tuple<int, int, int> dtypes, std::uintptr_t k, std::uintptr_t
 }
 
 // Raises if a query sees a key in a block that there is not: an address must not be made of it.
-void check_blocks(const Decode& task, std::int64_t num_blocks) {
-    for (std::int64_t r = 0; r < task.num_requests; ++r) {
-        const Decode::Request& request = task.requests[r];
-        const std::int64_t* table = task.tables + request.table;
-        const auto check = [&](std::int64_t first, std::int64_t end) {
-            for (std::int64_t block = first; block < end; ++block)
-                if (table[block] < 0 || table[block] >= num_blocks) throw nb::index_error("no such block in the cache");
-        };
-        const auto blocks = [&](std::int64_t keys) { return (keys + task.block_size - 1) / task.block_size; };
-        check(0, blocks(std::min(task.sinks, request.length)));
-        check(request.start / task.block_size, blocks(request.length));
-    }
+void check_blocks(const Decode& task, const std::int64_t* table, std::int64_t start, std::int64_t length,
+                  std::int64_t num_blocks) {
+    const auto check = [&](std::int64_t first, std::int64_t end) {
+        for (std::int64_t block = first; block < end; ++block)
+            if (table[block] < 0 || table[block] >= num_blocks) throw nb::index_error("no such block in the cache");
+    };
+    const auto blocks = [&](std::int64_t keys) { return (keys + task.block_size - 1) / task.block_size; };
+    check(0, blocks(std::min(task.sinks, length)));
+    check(start / task.block_size, blocks(length));
 }
 
 // `plan` is [num_requests, 4], the fields of Decode::Request, and behind it the tables.
@@ -165,7 +163,8 @@ void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_
     const Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
                       group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
                       checked(k_dtype), checked(v_dtype)};
-    check_blocks(task, num_blocks);
+    for (const auto* request = requests; request != requests + num_requests; ++request)
+        check_blocks(task, tables + request->table, request->start, request->length, num_blocks);
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
@@ -209,18 +208,42 @@ void run_stack(const Stack& stack, std::uintptr_t plan, std::int64_t rows, std::
         if (step.wanted[i] < 0 || step.wanted[i] >= rows) throw nb::index_error("no such row");
     for (const Kind& kind : stack.kinds) {
         if (kind.group >= groups.size()) throw nb::index_error("no such group");
-        check_blocks(attention_of(stack, kind, step), kind.num_blocks);
+        const Decode attention = attention_of(stack, kind, step);
+        for (const auto* request = attention.requests; request != attention.requests + rows; ++request)
+            check_blocks(attention, attention.tables + request->table, request->start, request->length, kind.num_blocks);
     }
     run(true, [&] { run(stack, step, num_threads); });
 }
 
-void turn_at(std::uintptr_t frequencies, std::int64_t count, double scaling, std::uintptr_t positions, std::int64_t rows,
-             std::uintptr_t cos, std::uintptr_t sin) {
+void cos_sin_at(std::uintptr_t frequencies, std::int64_t count, double scaling, std::uintptr_t positions,
+                std::int64_t rows, std::uintptr_t cos, std::uintptr_t sin) {
     const Angles angles{reinterpret_cast<const double*>(frequencies), count, scaling};
     run(rows * count > kManyNumbers / 16, [&] {
-        turn(angles, reinterpret_cast<const std::int64_t*>(positions), reinterpret_cast<float*>(cos),
+        cos_sin(angles, reinterpret_cast<const std::int64_t*>(positions), reinterpret_cast<float*>(cos),
              reinterpret_cast<float*>(sin), 0, rows);
     });
+}
+
+// The same of requests with any number of queries; `plan` has the fields of Prefill::Request.
+void prefill_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
+                std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
+                std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
+                std::int64_t num_blocks, std::int64_t window, std::int64_t sinks, float scale, float softcap,
+                int num_threads) {
+    const auto [dtype, k_dtype, v_dtype] = dtypes;
+    static_assert(sizeof(Prefill::Request) == 4 * sizeof(std::int64_t));
+    const auto* requests = reinterpret_cast<const Prefill::Request*>(plan);
+    const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
+    const Decode each{at(q),        at(q_sink), at(k), at(v), into(y),    nullptr, tables, 0,   kv_heads,
+                      group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
+                      checked(k_dtype), checked(v_dtype)};
+    const Prefill task{each, requests, num_requests, window};
+    for (const auto* request = requests; request != requests + num_requests; ++request) {
+        const std::int64_t first = request->length - request->queries;
+        const std::int64_t start = window ? std::max<std::int64_t>(first - window + 1, 0) : 0;
+        check_blocks(each, tables + request->table, start, request->length, num_blocks);
+    }
+    run(products_of(task) > kManyProducts, [&] { prefill(path, task, num_threads); });
 }
 
 // The paths that this CPU runs, the fastest first.
@@ -252,12 +275,13 @@ NB_MODULE(_native, m) {
         .def("rotate", &rotate_at)
         .def("gate", &gate_at)
         .def("decode", &decode_at)
+        .def("prefill", &prefill_at)
         .def("stack", &make_stack);
     nb::class_<BoundProduct>(m, "Product").def("__call__", &BoundProduct::operator());
     nb::class_<Stack>(m, "Stack").def("add_kind", &add_kind).def("add_layer", &add_layer).def("run", &run_stack);
     m.attr("SILU") = static_cast<int>(Gated::kSilu);
     m.attr("GELU_TANH") = static_cast<int>(Gated::kGeluTanh);
-    m.def("turn", &turn_at);
+    m.def("cos_sin", &cos_sin_at);
     m.def("write", &write_at);
     m.def("pack", &pack_at);
     m.def("packed_bytes", &packed_bytes);

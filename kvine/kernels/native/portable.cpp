@@ -30,6 +30,37 @@ struct Portable {
         return c;
     }
 
+    static Floats add(Floats a, const Floats& b) {
+        for (int i = 0; i < width; ++i) a.at[i] += b.at[i];
+        return a;
+    }
+
+    static Floats sub(Floats a, const Floats& b) {
+        for (int i = 0; i < width; ++i) a.at[i] -= b.at[i];
+        return a;
+    }
+
+    static Floats max(Floats a, const Floats& b) {
+        for (int i = 0; i < width; ++i) a.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];
+        return a;
+    }
+
+    static Floats scaled(Floats v, const Floats& shifted) {
+        for (int i = 0; i < width; ++i) v.at[i] = from_bits(to_bits(v.at[i]) + (to_bits(shifted.at[i]) << 23));
+        return v;
+    }
+
+    static Floats from(const Floats& least, const Floats& x, Floats v) {
+        for (int i = 0; i < width; ++i) v.at[i] = from_bits(to_bits(v.at[i]) & (x.at[i] < least.at[i] ? 0u : ~0u));
+        return v;
+    }
+
+    static float greatest(Floats v) {
+        for (int half = width / 2; half; half /= 2)
+            for (int i = 0; i < half; ++i) v.at[i] = v.at[i] > v.at[half + i] ? v.at[i] : v.at[half + i];
+        return v.at[0];
+    }
+
     static float sum(const Floats& v) {
         return ((v.at[0] + v.at[4]) + (v.at[2] + v.at[6])) + ((v.at[1] + v.at[5]) + (v.at[3] + v.at[7]));
     }
@@ -47,6 +78,13 @@ struct Portable {
         for (int i = 0; i < width; ++i) pair.first.at[i] = Format::widen(aligned[i]);
         for (int i = 0; i < width; ++i) pair.second.at[i] = Format::widen(aligned[width + i]);
         return pair;
+    }
+
+    template <class Format>
+    static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
+        for (int d = 0; d < kTurnedDims; ++d)
+            for (int k = 0; k < kTurnedKeys; ++k)
+                to[d * kvine::kTileKeys + k] = load_scalar<Format>(rows[k] + at + d * Format::size);
     }
 };
 

@@ -113,7 +113,7 @@ void multiply_by(std::byte* x, float factor, std::int64_t begin, std::int64_t en
 }
 
 template <class Format>
-void widen(const std::byte* __restrict x, float* __restrict y, std::int64_t begin, std::int64_t end) {
+void to_floats(const std::byte* __restrict x, float* __restrict y, std::int64_t begin, std::int64_t end) {
     for (std::int64_t at = begin; at < end; ++at) y[at] = load_scalar<Format>(x + at * Format::size);
 }
 

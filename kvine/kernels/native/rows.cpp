@@ -55,8 +55,8 @@ void gate(const Path& path, DType dtype, const Gated& task, std::int64_t count, 
     share_rows(path.gate[dtype], task, count, 1, num_threads);
 }
 
-void turn(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
-          std::int64_t end) {
+void cos_sin(const Angles& angles, const std::int64_t* positions, float* cos, float* sin, std::int64_t begin,
+             std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
         float *c = cos + row * 2 * angles.count, *s = sin + row * 2 * angles.count;
         for (std::int64_t i = 0; i < angles.count; ++i) {

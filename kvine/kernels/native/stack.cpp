@@ -108,9 +108,9 @@ class Step {
             place.positions[row] = position;
             place.sink_positions[row] = std::min(position, kind.sinks_move_from - 1);
         }
-        turn(kind.angles, place.positions, place.cos, place.sin, rows.begin, rows.end);
+        cos_sin(kind.angles, place.positions, place.cos, place.sin, rows.begin, rows.end);
         if (place.sinks_moved)
-            turn(kind.angles, place.sink_positions, place.sink_cos, place.sink_sin, rows.begin, rows.end);
+            cos_sin(kind.angles, place.sink_positions, place.sink_cos, place.sink_sin, rows.begin, rows.end);
     }
 
     void embed() const {
@@ -140,7 +140,7 @@ class Step {
         meet();
         const Part columns = multiply_part(stack_.head, logits_, count, part_of(units(stack_.head)));
         for (std::int64_t i = 0; i < count; ++i)
-            path_.widen[stack_.dtype](logits_, step_.logits, i * stack_.head.out + columns.begin,
+            path_.to_floats[stack_.dtype](logits_, step_.logits, i * stack_.head.out + columns.begin,
                                       i * stack_.head.out + columns.end);
     }
 
