@@ -98,8 +98,8 @@ class Path:
     ) -> None:
         """The same for any number of queries of each request; a window of 0 is none.
 
-        The plan is int64: for each request its first row, the number of queries, that of keys up to the last query's, and
-        where among the block tables, which follow, its own begins. Raises IndexError for a block that there is not.
+        The plan is int64: for each request its first row, the number of queries, that of keys up to the last query's,
+        and where among the block tables, which follow, its own begins. Raises IndexError for a block that there is not.
         """
 
     def stack(

@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 def functions(file: str) -> set[str]:
     """Names of a file's functions, with their class before methods."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    if file.endswith(".cpp"):  # a method stands indented in the class that was begun last
+    if file.endswith((".cpp", ".hpp")):  # a method stands indented in the class that was begun last
         found, cls = set(), ""
         for line in text.splitlines():
-            if begun := re.match(r"class (\w+)", line):
+            if begun := re.match(r"(?:class|struct) (\w+)", line):
                 cls = f"{begun[1]}::"
             elif method := re.match(r"    [\w:]+ (\w+)\(.*[{,]$", line):
                 found.add(cls + method[1])
-            elif function := re.match(r"[\w:]+ (\w+)\(.*[{,]$", line):
+            elif function := re.match(r"(?:inline )?[\w:]+ (\w+)\(.*[{,]$", line):
                 found.add(function[1])
         return found
     body = ast.parse(text).body

@@ -53,7 +53,11 @@ _WINDOWS = Place("kvine/models/cache_specs.py", ("cache_specs",))
 _GATHER = Place("kvine/attention/sdpa.py", ("SdpaBackend._plan_request", "SdpaBackend.attend", "_select"))
 _SCORES = Place("kvine/attention/sdpa.py", ("_fused", "_by_hand"))
 _PLAN = Place("kvine/attention/native.py", ("NativeBackend.plan", "NativeBackend.attend"))
-_KERNEL = Place("kvine/kernels/native/attention.cpp", ("Stretch::attend", "Stretch::read", "Stretch::locate", "finish"))
+_KERNEL = Place("kvine/kernels/native/attention.cpp", ("Stretch::attend", "Stretch::read", "Stretch::read_tile"))
+_TILES = Place(
+    "kvine/kernels/native/prefill.cpp", ("TileOfQueries::attend", "TileOfQueries::seen", "TileOfQueries::read")
+)
+_PAGED = Place("kvine/kernels/native/paged.hpp", ("place_of", "load_queries", "locate", "Sums::merge", "write"))
 _REFERENCE = Place("kvine/attention/reference.py", ("ReferenceBackend.attend",))
 _WIRING = Place("kvine/engine/build.py", ("standard_parts",))
 _TABLES = Place("kvine/cache/manager.py", ("CacheManager.reserve", "CacheManager._attach"))
@@ -85,10 +89,10 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "keys-or-values-altered": (_STORE, _STEP, _PROJECTIONS),
         "mask-without-history": (_VISIBLE, _PLAN, _GATHER, _REFERENCE),
         "own-token-not-seen": (_VISIBLE, _PLAN, _GATHER, _REFERENCE),
-        "future-tokens-seen": (_VISIBLE, _SCORES, _KERNEL, _PLAN, _GATHER),
+        "future-tokens-seen": (_VISIBLE, _SCORES, _KERNEL, _TILES, _PAGED, _PLAN, _GATHER),
         "history-partly-missing": (_PLAN, _GATHER, _VISIBLE, _DEAD),
         "block-table-wrong": (_PLAN, _GATHER, _SLOTS, _TABLES),
-        "values-misaligned": (_STORE, _COPY, _PLAN, _GATHER, _SCORES, _KERNEL),
+        "values-misaligned": (_STORE, _COPY, _PLAN, _GATHER, _SCORES, _KERNEL, _TILES, _PAGED),
         "batch-rows-share-cache": (_SLOTS, _TABLES),
         "reads-another-sequence": (_SLOTS, _PLAN, _GATHER, _TABLES),
         "padding-attended": (_PLAN, _GATHER, _REFERENCE),
@@ -98,21 +102,21 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "cache-narrower-than-intended": (_CODEC, _STORAGE, _STORE),
         "bits-reinterpreted": (_CODEC, _STORE, _PLAN, _GATHER),
         "cache-on-another-device": (_STORAGE, _WIRING),
-        "kv-heads-tiled": (_SCORES, _KERNEL, _REFERENCE),
-        "head-map-wrong": (_SCORES, _KERNEL, _PLAN, _GATHER, _REFERENCE),
+        "kv-heads-tiled": (_SCORES, _KERNEL, _TILES, _PAGED, _REFERENCE),
+        "head-map-wrong": (_SCORES, _KERNEL, _TILES, _PAGED, _PLAN, _GATHER, _REFERENCE),
         "window-one-short": (_VISIBLE, _DEAD, _PLAN, _GATHER),
         "window-one-long": (_VISIBLE, _PLAN, _GATHER),
         "window-wrong": (_WINDOWS, _VISIBLE, _CONFIG),
-        "sinks-not-moved": (_MOVED, _STEP, _SCORES, _KERNEL),
+        "sinks-not-moved": (_MOVED, _STEP, _SCORES, _KERNEL, _TILES, _PAGED),
         "sinks-forgotten": (_VISIBLE, _PLAN, _GATHER, _DEAD),
         "published-before-filled": (_COMMIT, _TABLES),
         "hash-collision-trusted": (_INDEX,),
         "rolled-back-token-returns": (_CROP, _PLAN, _GATHER, _BATCH),
         "shared-block-overwritten": (_WRITABLE, _FORK, _COPIES),
         "block-reused-while-held": (_REFERENCES, _RELEASE, _DEAD),
-        "scale-missing": (_SCORES, _KERNEL, _STEP),
-        "scale-wrong": (_SCORES, _KERNEL, _STEP, _CONFIG),
-        "softcap-missing": (_PLAN, _GATHER, _SCORES, _KERNEL, _CONFIG),
+        "scale-missing": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP),
+        "scale-wrong": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP, _CONFIG),
+        "softcap-missing": (_PLAN, _GATHER, _SCORES, _KERNEL, _TILES, _PAGED, _CONFIG),
         "other-tokens-fed": (_BATCH, Place("kvine/engine/request.py", ("Request.tokens",))),
         "logits-of-another-row": (_BATCH, _COPIES, _LOGITS),
         "blocks-never-released": (_RELEASE, _REFERENCES, Place("kvine/engine/scheduler.py", ("Scheduler._let_go",))),
