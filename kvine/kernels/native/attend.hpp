@@ -10,6 +10,7 @@
 
 namespace {
 
+using kvine::Ahead;
 using kvine::kBlockRows;
 using kvine::kTileKeys;
 
@@ -29,9 +30,10 @@ void with_rows(std::int64_t rows, const F& f) {
 
 // See Path::turn.
 template <class Lanes, class Format>
-void turn(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys) {
+void turn(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys, const Ahead& ahead) {
     const std::int64_t whole = width - width % kTurnedDims;
     for (int first = side_before(begin); first < side_after(end); first += kTurnedKeys) {
+        for (int i = 0; ahead.rows && i < kTurnedKeys; ++i) ahead.fetch(first + i);
         const std::byte* of[kTurnedKeys];
         for (int i = 0; i < kTurnedKeys; ++i) of[i] = rows[std::clamp(first + i, begin, end - 1)];
         for (std::int64_t at = 0; at < whole; at += kTurnedDims)
@@ -99,7 +101,7 @@ void widen_rows(const std::byte* const* rows, int begin, int end, std::int64_t w
 // Adds `Steps` whole steps of values, from number `at` on, or what is left of a row from there.
 template <class Lanes, class Format, int Rows, int Steps>
 void add_block(const float* weights, std::int64_t at, std::int64_t width, const std::byte* const* rows, int begin,
-               int end, float* sums) {
+               int end, float* sums, const Ahead& ahead) {
     const std::int64_t stride = padded<Lanes>(width);
     typename Lanes::Floats first[Rows][Steps], second[Rows][Steps];
     for (int r = 0; r < Rows; ++r)
@@ -109,6 +111,7 @@ void add_block(const float* weights, std::int64_t at, std::int64_t width, const 
         }
     const bool whole = at + Steps * kStep<Lanes> <= width;
     for (int place = begin; place < end; ++place) {
+        if (ahead.rows) ahead.fetch(place);
         const std::byte* stored = rows[place] + at * Format::size;
         for (int s = 0; s < Steps; ++s, stored += kStep<Lanes> * Format::size) {
             const Pair<Lanes> pair = Steps > 1 || whole ? Lanes::template widen<Format>(stored)
@@ -130,7 +133,8 @@ void add_block(const float* weights, std::int64_t at, std::int64_t width, const 
 // See Path::add. Fewer rows take more of a row at once, for the same reason.
 template <class Lanes, class Format>
 void add(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows, int begin, int end,
-         float* sums) {
+         float* sums, const Ahead& ahead) {
+    constexpr Ahead kNone{nullptr, 0};
     for (std::int64_t row = 0; row < count; row += kBlockRows)
         with_rows(std::min<std::int64_t>(count - row, kBlockRows), [&](auto block) {
             constexpr int kRows = decltype(block)::value, kSteps = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
@@ -138,9 +142,11 @@ void add(const float* weights, std::int64_t count, std::int64_t width, const std
             float* to = sums + row * padded<Lanes>(width);
             std::int64_t at = 0;
             for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
-                add_block<Lanes, Format, kRows, kSteps>(from, at, width, rows, begin, end, to);
+                add_block<Lanes, Format, kRows, kSteps>(from, at, width, rows, begin, end, to,
+                                                        row == 0 && at == 0 ? ahead : kNone);
             for (; at < width; at += kStep<Lanes>)
-                add_block<Lanes, Format, kRows, 1>(from, at, width, rows, begin, end, to);
+                add_block<Lanes, Format, kRows, 1>(from, at, width, rows, begin, end, to,
+                                                   row == 0 && at == 0 ? ahead : kNone);
         });
 }
 

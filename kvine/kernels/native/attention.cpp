@@ -9,8 +9,6 @@ namespace {
 
 std::int64_t stretches_of(std::int64_t length) { return (length + stretch_of(length) - 1) / stretch_of(length); }
 
-constexpr std::int64_t kCacheLine = 64;
-
 // What is known of each stretch.
 class Partials {
   public:
@@ -48,7 +46,8 @@ class Stretch {
         if (begin >= end) return;
         load_queries(task_, q, request_.row, kv_head_, 1, stride_, x_);
         Tile tile = locate_tile(begin / kTileKeys * kTileKeys, begin, end);
-        fetch(tile.keys, tile, size_of(task_.k_dtype));
+        const Ahead first{tile.keys, task_.width * size_of(task_.k_dtype)};
+        for (int place = tile.begin; place < tile.end; ++place) first.fetch(place);
         while (tile.begin < tile.end) {
             const Tile next = locate_tile(tile.first + kTileKeys, begin, end);
             read_tile(tile, next, sums);
@@ -64,7 +63,7 @@ class Stretch {
     };
 
     Tile locate_tile(std::int64_t first, std::int64_t begin, std::int64_t end) const {
-        Tile tile;
+        Tile tile{};
         tile.first = first;
         tile.begin = static_cast<int>(std::max<std::int64_t>(begin - first, 0));
         tile.end = static_cast<int>(std::min<std::int64_t>(end - first, kTileKeys));
@@ -73,19 +72,11 @@ class Stretch {
         return tile;
     }
 
-    // Asks memory for rows of a tile, while others are computed with. Blocks lie anywhere, so that no hardware foresees
-    // where the next one is.
-    void fetch(const std::byte* const* rows, const Tile& tile, std::int64_t size) const {
-        for (int place = tile.begin; place < tile.end; ++place)
-            for (std::int64_t line = 0; line < task_.width * size; line += kCacheLine)
-                __builtin_prefetch(rows[place] + line);
-    }
-
     void read_tile(const Tile& tile, const Tile& next, const Sums& sums) {
         const auto [begin, end] = std::pair(tile.begin, tile.end);
-        fetch(tile.values, tile, size_of(task_.v_dtype));
-        path_.turn[task_.k_dtype](tile.keys, begin, end, task_.width, keys_);
-        fetch(next.keys, next, size_of(task_.k_dtype));
+        const Ahead own_values{tile.values, task_.width * size_of(task_.v_dtype)};
+        const Ahead next_keys{next.keys, task_.width * size_of(task_.k_dtype)};
+        path_.turn[task_.k_dtype](tile.keys, begin, end, task_.width, keys_, own_values);
         path_.score(x_, task_.group, task_.width, keys_, begin, end, scores_);
         for (std::int64_t head = 0; head < task_.group; ++head) {
             const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
@@ -93,7 +84,7 @@ class Stretch {
             if (shrunk != 1.0f)
                 for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;
         }
-        path_.add[task_.v_dtype](scores_, task_.group, task_.width, tile.values, begin, end, sums.values);
+        path_.add[task_.v_dtype](scores_, task_.group, task_.width, tile.values, begin, end, sums.values, next_keys);
     }
 
     const Path& path_;

@@ -145,6 +145,17 @@ struct PackedProduct {
 // Keys that are scored at a time, and rows of queries that are computed together.
 constexpr int kTileKeys = 64, kBlockRows = 6;
 
+// Rows by their places in a tile, which are asked of memory while others are computed with: none, or kTileKeys. Blocks lie
+// anywhere, so that no hardware foresees where the next one is.
+struct Ahead {
+    const std::byte* const* rows;
+    std::int64_t bytes;  // of a row
+
+    void fetch(int place) const {
+        for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(rows[place] + line);
+    }
+};
+
 // One instruction set. The functions work on the calling thread; each but the first on a range of rows or outputs.
 struct Path {
     const char* name;
@@ -169,13 +180,14 @@ struct Path {
     // the order that their dtype is widened in: at place i of a step is number order[dtype][i] of it.
     const int* order[kNumDTypes];
     // Lays keys side by side, [stride, kTileKeys]. Begin and end are rounded outwards to what `score` takes at once.
-    void (*turn[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys);
+    void (*turn[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys,
+                             const Ahead& ahead);
     void (*score)(const float* x, std::int64_t count, std::int64_t width, const float* keys, int begin, int end,
                   float* scores);  // [count, kTileKeys]
     // Widens values, which may then be added as rows of fp32 of stride numbers: [kTileKeys, stride].
     void (*widen[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* values);
     void (*add[kNumDTypes])(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows,
-                            int begin, int end, float* sums);  // [count, stride]
+                            int begin, int end, float* sums, const Ahead& ahead);  // [count, stride]
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);

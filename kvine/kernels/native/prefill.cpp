@@ -13,6 +13,8 @@ constexpr std::int64_t kMostFloats = 16 << 10;   // of a tile's queries: they an
 constexpr std::int64_t kTilesOfThread = 4;       // at least, so that threads end together
 constexpr std::int64_t kLeastProducts = 1 << 18; // of a thread: waking one takes a few microseconds
 
+constexpr Ahead kNothing{nullptr, 0};  // a tile of keys is read for so many queries that it has time to come
+
 struct Item {
     const Prefill::Request* request;
     std::int64_t kv_head, begin, end;  // positions of its queries
@@ -89,7 +91,7 @@ class TileOfQueries {
         if (begin >= end) return;
         const std::byte *keys[kTileKeys], *values[kTileKeys];
         locate(task_, table_, item_.kv_head, tile, begin, end, keys, values);
-        path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_);
+        path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_, kNothing);
         path_.widen[task_.v_dtype](values, begin, end, task_.width, values_);
         const float* x = sinks ? x_sink_ : x_;
         for (std::int64_t row = 0; row < rows_; row += kBlockRows) {
@@ -129,7 +131,7 @@ class TileOfQueries {
     void add_to(std::int64_t row, int count, int first, Span span) const {
         if (span.begin < span.end)
             path_.add[kFp32](scores_ + first * kTileKeys, count, stride_, rows_of_values_, span.begin, span.end,
-                             part_.values + row * stride_);
+                             part_.values + row * stride_, kNothing);
     }
 
     const Path& path_;
