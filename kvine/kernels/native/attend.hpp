@@ -1,5 +1,5 @@
-// The loops of attention over a tile of keys. One query and many are computed by the same ones, so that each sum has one
-// order: a score's that of the dimensions, a value's that of the keys.
+// The loops of attention over a tile of keys. One query and many are computed by the same ones, so that each sum has
+// one order: a score's that of the dimensions, a value's that of the keys.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +73,7 @@ void score(const float* x, std::int64_t rows, std::int64_t width, const float* k
     for (std::int64_t row = 0; row < rows; row += kBlockRows)
         with_rows(std::min<std::int64_t>(rows - row, kBlockRows), [&](auto count) {
             constexpr int kRows = decltype(count)::value, kLeast = kSideBySide / Lanes::width;
-            constexpr int kMost = std::max(kLeast, kRows == 1 ? 8 : kRows <= 3 ? 4 : 2);
+            constexpr int kMost = std::min(kRows == 1 ? 8 : kRows <= 3 ? 4 : 2, kTileKeys / Lanes::width);
             const float* from = x + row * padded<Lanes>(width);
             float* to = scores + row * kTileKeys;
             int place = side_before(begin);
@@ -98,8 +98,8 @@ void widen_rows(const std::byte* const* rows, int begin, int end, std::int64_t w
         }
 }
 
-// Adds `Steps` whole steps of values, from number `at` on, or what is left of a row from there.
-template <class Lanes, class Format, int Rows, int Steps>
+// Adds `Steps` steps of values from number `at` on, or what is left there if they are not whole.
+template <class Lanes, class Format, int Rows, int Steps, bool Whole>
 void add_block(const float* weights, std::int64_t at, std::int64_t width, const std::byte* const* rows, int begin,
                int end, float* sums, const Ahead& ahead) {
     const std::int64_t stride = padded<Lanes>(width);
@@ -109,13 +109,16 @@ void add_block(const float* weights, std::int64_t at, std::int64_t width, const 
             const float* from = sums + r * stride + at + s * kStep<Lanes>;
             first[r][s] = Lanes::load(from), second[r][s] = Lanes::load(from + Lanes::width);
         }
-    const bool whole = at + Steps * kStep<Lanes> <= width;
     for (int place = begin; place < end; ++place) {
         if (ahead.rows) ahead.fetch(place);
         const std::byte* stored = rows[place] + at * Format::size;
         for (int s = 0; s < Steps; ++s, stored += kStep<Lanes> * Format::size) {
-            const Pair<Lanes> pair = Steps > 1 || whole ? Lanes::template widen<Format>(stored)
-                                                        : widen_rest<Lanes, Format>(stored, width - at);
+            Pair<Lanes> pair;
+            if constexpr (Whole) {
+                pair = Lanes::template widen<Format>(stored);
+            } else {
+                pair = widen_rest<Lanes, Format>(stored, width - at);
+            }
             for (int r = 0; r < Rows; ++r) {
                 const typename Lanes::Floats weight = Lanes::fill(weights[r * kTileKeys + place]);
                 first[r][s] = Lanes::fma(weight, pair.first, first[r][s]);
@@ -142,11 +145,15 @@ void add(const float* weights, std::int64_t count, std::int64_t width, const std
             float* to = sums + row * padded<Lanes>(width);
             std::int64_t at = 0;
             for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
-                add_block<Lanes, Format, kRows, kSteps>(from, at, width, rows, begin, end, to,
-                                                        row == 0 && at == 0 ? ahead : kNone);
-            for (; at < width; at += kStep<Lanes>)
-                add_block<Lanes, Format, kRows, 1>(from, at, width, rows, begin, end, to,
-                                                   row == 0 && at == 0 ? ahead : kNone);
+            for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
+                add_block<Lanes, Format, kRows, kSteps, true>(from, at, width, rows, begin, end, to,
+                                                              row == 0 && at == 0 ? ahead : kNone);
+            for (; at + kStep<Lanes> <= width; at += kStep<Lanes>)
+                add_block<Lanes, Format, kRows, 1, true>(from, at, width, rows, begin, end, to,
+                                                         row == 0 && at == 0 ? ahead : kNone);
+            if (at < width)
+                add_block<Lanes, Format, kRows, 1, false>(from, at, width, rows, begin, end, to,
+                                                          row == 0 && at == 0 ? ahead : kNone);
         });
 }
 

@@ -89,6 +89,8 @@ class TileOfQueries {
     void read(bool sinks, std::int64_t tile) {
         const auto [begin, end] = seen(sinks, tile, item_.begin, item_.end - 1);
         if (begin >= end) return;
+        const bool alike = begin == seen(sinks, tile, item_.end - 1, item_.end - 1).begin &&
+                           end == seen(sinks, tile, item_.begin, item_.begin).end;  // as in most tiles
         const std::byte *keys[kTileKeys], *values[kTileKeys];
         locate(task_, table_, item_.kv_head, tile, begin, end, keys, values);
         path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_, kNothing);
@@ -98,6 +100,8 @@ class TileOfQueries {
             const int count = static_cast<int>(std::min<std::int64_t>(rows_ - row, kBlockRows));
             Span spans[kBlockRows];
             for (int r = 0; r < count; ++r) {
+                spans[r] = {begin, end};
+                if (alike) continue;
                 const std::int64_t position = item_.begin + (row + r) / task_.group;
                 spans[r] = seen(sinks, tile, position, position);
             }
