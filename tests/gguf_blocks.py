@@ -37,7 +37,9 @@ def even_blocks(packing: str, out: int, features: int, byte: int) -> tuple[Tenso
 
 
 def rounded_blocks(weight: Tensor, packing: str) -> tuple[Tensor, Tensor]:
-    """The gguf package's blocks of a weight, and their values. It has no K types: of those any blocks, of values about 0.2."""
+    """The gguf package's blocks of a weight, and their values. Of K types, which it cannot make, any blocks; values are
+    about 0.2.
+    """
     if packing.endswith("_K"):
         return any_blocks(packing, weight.shape[0], weight.shape[1], std=2.0 ** -(7 + int(packing[1])))
     kind = gguf.GGMLQuantizationType[packing]

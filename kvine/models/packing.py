@@ -70,12 +70,14 @@ def describe(stored: Mapping[str, TensorInfo], packings: Mapping[str, str], weig
     """What has been decided, in words; nothing of exact weights."""
     if weights == "exact":
         return ""
-    if not packings:
-        return "no weight stays packed, which takes a quantized GGUF file, a CPU and compiled kernels"
     if weights == "auto":
+        if not packings:
+            return "no weight stays packed, which takes a quantized GGUF file, a CPU and compiled kernels"
         return f"{len(packings)} weights stay packed ({', '.join(sorted(set(packings.values())))})"
     counts = Counter(packings.values())
-    said = f"{len(packings)} weights are packed ({', '.join(f'{counts[name]} {name}' for name in sorted(counts))})"
+    said = f"{len(packings)} weights are packed"
+    if packings:
+        said += f" ({', '.join(f'{counts[packing]} {packing}' for packing in sorted(counts))})"
     kept = sum(stored[role].type == packing for role, packing in packings.items())
     if kept:
         said += f", {kept} of them as stored"
