@@ -75,8 +75,8 @@ struct Decode {
     DType dtype, k_dtype, v_dtype;
 };
 
-// How weights are packed: whole numbers q of a few bits, in groups of 32 along a row, and what scales them. Of those that
-// are `Super`, 8 groups are a superblock, whose fp16 numbers are multiplied with a small whole number of each group.
+// How weights are packed: whole numbers q of a few bits, in groups of 32 along a row, and what scales them. Of those
+// called `Super`, 8 groups are a superblock, whose fp16 numbers are multiplied with a small whole number of each group.
 enum Packing : int {
     k8Bit,       // scale * q, q from -128 to 127, the scale in fp16
     k4Bit,       // scale * (q - 8), q from 0 to 15
@@ -85,7 +85,7 @@ enum Packing : int {
     k5BitLeast,  // scale * q + least, q from 0 to 31
     k4BitSuper,  // like k4BitLeast, but scale and least are whole numbers times the superblock's
     k5BitSuper,  // like k5BitLeast, likewise
-    k6BitSuper,  // scale * (q - 32), q from 0 to 63; of a group each half has a scale, a whole number times the superblock's
+    k6BitSuper,  // scale * (q - 32), q from 0 to 63; each half of a group has a scale, whole numbers likewise
     kNumPackings
 };
 
@@ -110,13 +110,13 @@ static constexpr bool is_signed(Packing packing) { return bits_of(packing) == 8 
 // A packed weight is a row of tiles of 16 outputs; a tile is a row of groups, and a group of 16 outputs is
 //
 //   8 bits: 8 chunks of 64 bytes: for each output the 4 inputs that come next
-//   fewer:  4 chunks of 64 bytes: for each output 4 bytes, of which the lower halves are the 4 inputs that come next, and
-//           the upper halves the 4 after these; both without the bits beyond their 4
-//   5 bits: and then 64 bytes, for each output 4 bytes: bit c of byte j is the fifth bit of input 4 * c + j
-//   6 bits: or twice 64 bytes, of 16 inputs each: bits 2 * c and 2 * c + 1 of byte j are the upper two of input 4 * c + j
+//   fewer:  4 chunks of 64 bytes: for each output 4 bytes, of which the lower halves are the 4 inputs that come next,
+//           and the upper halves the 4 after these; of each input its lower 4 bits
+//   5 bits: then 64 bytes, 4 for each output: bit c of byte j is the fifth bit of input 4 * c + j
+//   6 bits: then twice 64 bytes, of 16 inputs each: bits 2 * c and 2 * c + 1 of byte j are the upper two of input 4 * c + j
 //
 // and then 16 scales and, where there are such, 16 least values; of superblocks as bytes, and of 6 bits 16 scales of the
-// first halves and 16 of the second. Before the first group of a superblock are the 16 scales in fp16 that these bytes
+// first halves and 16 of the second. Before the first group of a superblock are the 16 numbers in fp16 that the scales
 // are multiplied with, and those of the least values, where there are such. Outputs beyond the last are zeros.
 constexpr int kGroup = 32, kTileOfOutputs = 16, kGroupsOfSuper = 8;
 
@@ -124,7 +124,9 @@ static constexpr bool is_super(Packing packing) { return scaling_of(packing) >= 
 static constexpr bool has_leasts(Packing packing) {
     return scaling_of(packing) == Scaling::kLeast || scaling_of(packing) == Scaling::kSuperLeast;
 }
-static constexpr std::int64_t quants_of_group(Packing packing) { return kGroup * kTileOfOutputs * bits_of(packing) / 8; }
+static constexpr std::int64_t quants_of_group(Packing packing) {
+    return kGroup * kTileOfOutputs * bits_of(packing) / 8;
+}
 static constexpr std::int64_t bytes_of_group(Packing packing) {
     return quants_of_group(packing) + 2 * kTileOfOutputs * (scaling_of(packing) == Scaling::kLeast ? 2 : 1);
 }

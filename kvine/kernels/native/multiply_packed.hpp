@@ -4,8 +4,8 @@
 //   Floats, Ints               vectors of so many numbers
 //   Weights                    a group's weights of so many outputs
 //   unpack<packing>(group, half)   those of the first or second half of a tile
-//   dot<packing>(weights, q, part)   their products with 32 numbers of x, or with 16 of them where halves of a group have
-//                              scales of their own, summed exactly
+//   dot<packing>(weights, q, part)   their products with 32 numbers of x, summed exactly; with 16 of them where halves of
+//                              a group have scales of their own
 //   halves(from), bytes(from)  so many numbers in fp16, or in bytes with a sign
 //   load, store, fill, mul, fma, to_floats
 #pragma once
@@ -82,10 +82,12 @@ inline void store_tile(kvine::DType dtype, const kvine::Product& product, std::i
 template <Packing packing>
 constexpr int kParts = kvine::scaling_of(packing) == kvine::Scaling::kSuperHalves ? 2 : 1;
 
-// Bytes are multiplied in pairs of inputs and summed in 16 bits: so many pairs of a weight's largest with 127 fit.
+// The largest size of a number of a weight. Products with 127 of two such are summed at a time, and so many in 16 bits.
 template <Packing packing>
-constexpr int kPairsIn16Bits =
-    32767 / (2 * 127 * (kvine::is_signed(packing) ? 1 << (kvine::bits_of(packing) - 1) : (1 << kvine::bits_of(packing)) - 1));
+constexpr int kLargest =
+    kvine::is_signed(packing) ? 1 << (kvine::bits_of(packing) - 1) : (1 << kvine::bits_of(packing)) - 1;
+template <Packing packing>
+constexpr int kPairsIn16Bits = 32767 / (2 * 127 * kLargest<packing>);
 
 // What the numbers of a group, of half a tile, are multiplied with, and what is added to each.
 template <class Lanes, Packing packing>

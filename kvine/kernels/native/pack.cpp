@@ -101,7 +101,7 @@ void put_block(const Block& block, std::int64_t first, int output, std::byte* ti
         std::byte* group = tile + start_of_group(packing, first + g);
         put_numbers<packing>(block.q + g * kGroup, output, group);
         std::byte* scales = group + quants_of_group(packing);
-        if constexpr (packing == k6BitSuper) {
+        if constexpr (scaling_of(packing) == Scaling::kSuperHalves) {
             scales[output] = std::byte{block.scales[2 * g]};
             scales[kTileOfOutputs + output] = std::byte{block.scales[2 * g + 1]};
         } else if constexpr (is_super(packing)) {
@@ -231,7 +231,7 @@ void round_and_pack(const std::byte* weight, std::byte* packed, std::int64_t in,
         const std::byte* from = weight + (row * in + group * kGroup) * Format::size;
         float x[kGroup];
         for (int i = 0; i < kGroup; ++i) x[i] = load_scalar<Format>(from + i * Format::size);
-        if (reduce([&](int i) { return x[i] * 0; }, plus) != 0) {  // an infinity or a NaN: to be seen in each product, and not lost
+        if (reduce([&](int i) { return x[i] * 0; }, plus) != 0) {  // an infinity or a NaN, which is not to be lost
             std::fill_n(to.q, kGroup, std::uint8_t{0});
             to.scale = to.least = Fp16::round(std::numeric_limits<float>::quiet_NaN());
         } else if (packing == k8Bit) {

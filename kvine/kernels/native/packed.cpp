@@ -20,16 +20,17 @@ void unpack_row(Packing packing, const std::byte* packed, std::int64_t in, std::
     const std::byte* tile = packed + row / kTileOfOutputs * bytes_of_tile(packing, in);
     for (std::int64_t g = 0; g < in / kGroup; ++g) {
         const std::byte* group = tile + start_of_group(packing, g);
-        const std::byte* bytes = group + quants_of_group(packing) + output;  // of superblocks
-        const std::byte* halves = (is_super(packing) ? tile + start_of_super(packing, g / kGroupsOfSuper)
-                                                     : group + quants_of_group(packing)) + 2 * output;
-        float scale[2], least = 0;
-        const auto times_byte = [&](float value, int at) {
-            return is_super(packing) ? value * static_cast<float>(std::to_integer<std::int8_t>(bytes[at])) : value;
+        const std::byte* own = group + quants_of_group(packing);
+        const std::byte* halves = is_super(packing) ? tile + start_of_super(packing, g / kGroupsOfSuper) : own;
+        // Number `which` of those in fp16, times byte `at` of the group's own where it is in a superblock.
+        const auto scaled = [&](int which, int at) {
+            const float half = load_scalar<Fp16>(halves + 2 * (which * kTileOfOutputs + output));
+            if (!is_super(packing)) return half;
+            return half * static_cast<float>(std::to_integer<std::int8_t>(own[at * kTileOfOutputs + output]));
         };
-        scale[0] = scale[1] = times_byte(load_scalar<Fp16>(halves), 0);
-        if (packing == k6BitSuper) scale[1] = times_byte(load_scalar<Fp16>(halves), kTileOfOutputs);
-        if (has_leasts(packing)) least = times_byte(load_scalar<Fp16>(halves + 2 * kTileOfOutputs), kTileOfOutputs);
+        const bool has_halves = scaling_of(packing) == Scaling::kSuperHalves;
+        const float scale[2] = {scaled(0, 0), scaled(0, has_halves ? 1 : 0)};
+        const float least = has_leasts(packing) ? scaled(1, 1) : 0.0f;
         for (int i = 0; i < kGroup; ++i) {
             int q = number_at(packing, group, output, i);
             if (packing == k8Bit) q = static_cast<std::int8_t>(q);

@@ -78,7 +78,8 @@ struct PackedAvx2 {
             for (int c = first; c < first + pairs; ++c) {
                 std::int32_t four;
                 std::memcpy(&four, q + 4 * c, sizeof four);
-                in_16_bits = _mm256_add_epi16(in_16_bits, multiply<packing>(weights.of_inputs[c], _mm256_set1_epi32(four)));
+                const __m256i products = multiply<packing>(weights.of_inputs[c], _mm256_set1_epi32(four));
+                in_16_bits = _mm256_add_epi16(in_16_bits, products);
             }
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(in_16_bits, _mm256_set1_epi16(1)));
         }
@@ -88,8 +89,11 @@ struct PackedAvx2 {
     // Bytes with a sign are multiplied as sizes, the signs going to x.
     template <Packing packing>
     static __m256i multiply(__m256i w, __m256i x) {
-        if constexpr (kvine::is_signed(packing)) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-        return _mm256_maddubs_epi16(w, x);
+        if constexpr (kvine::is_signed(packing)) {
+            return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+        } else {
+            return _mm256_maddubs_epi16(w, x);
+        }
     }
 };
 

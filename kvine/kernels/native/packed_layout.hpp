@@ -14,8 +14,8 @@ void put_numbers(const std::uint8_t* q, int output, std::byte* group) {
     std::byte* to = group + output * 4;
     for (int chunk = 0; chunk < (bits_of(packing) == 8 ? 8 : 4); ++chunk, to += 64)
         for (int j = 0; j < 4; ++j) {
-            const int next = bits_of(packing) == 8 ? q[chunk * 4 + j] : (q[chunk * 8 + j] & 15) | q[chunk * 8 + 4 + j] << 4;
-            to[j] = static_cast<std::byte>(next);
+            const int fours = (q[chunk % 4 * 8 + j] & 15) | q[chunk % 4 * 8 + 4 + j] << 4;
+            to[j] = static_cast<std::byte>(bits_of(packing) == 8 ? q[chunk * 4 + j] : fours);
         }
     if constexpr (bits_of(packing) == 5 || bits_of(packing) == 6) {
         constexpr int bits = bits_of(packing) - 4, count = inputs_in_a_byte(packing);
