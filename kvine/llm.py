@@ -162,8 +162,8 @@ class LLM:
         model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
         device: `auto`, `cpu`, `cuda` or `mps`.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
-        weights: `exact`, decoded to the dtype, or `auto`: a GGUF file's 8- and 4-bit weights stay packed on a CPU, and
-            what is multiplied with them is rounded to 8 bits.
+        weights: `exact`, decoded to the dtype; `auto`, where a GGUF file's packed weights stay packed on a CPU; `q8` or
+            `q4`, which round the others to 8 or 4 bits. What is multiplied with packed weights is rounded to 8 bits.
         cache: how the past is kept.
         engine: how requests share the model.
         threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from gguf_blocks import rounded_blocks
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _SIZES: dict[str, Any] = {
@@ -105,7 +106,8 @@ _GEMMA_NAMES = {
 def write_gguf(
     model: Any, folder: Path, quant: str | None = None, *, extra: Callable[[gguf.GGUFWriter], None] | None = None
 ) -> Path:
-    """The model as a GGUF file in `folder`, matrices as `quant` ("F32", "F16", "BF16", "Q8_0", "Q4_1", ...).
+    """The model as a GGUF file in `folder`, matrices as `quant` ("F32", "F16", "BF16", "Q8_0", "Q4_1", ...); of the K
+    types, which the gguf package cannot make, they are any numbers.
 
     `extra` may add keys, such as a tokenizer. Rows that are no whole blocks stay F32. Gemma's norms get their 1,
     llama's heads their order.
@@ -156,7 +158,10 @@ def _gguf_name(name: str, arch: str) -> str:
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, data: torch.Tensor, type_name: str) -> None:
     kind = gguf.GGMLQuantizationType[type_name]
-    array = gguf.quants.quantize(np.ascontiguousarray(data.numpy()), kind)
+    if type_name.startswith("Q"):
+        array = rounded_blocks(data, type_name)[0].numpy()
+    else:
+        array = gguf.quants.quantize(np.ascontiguousarray(data.numpy()), kind)
     writer.add_tensor(name, array, raw_dtype=kind)
 
 

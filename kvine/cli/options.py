@@ -87,7 +87,10 @@ class WeightOptions:
     """How the weights are kept."""
 
     weights: Annotated[
-        str, _model("exact: decoded to dtype; auto: a GGUF file's 8- and 4-bit weights stay packed, on a CPU.")
+        str,
+        _model(
+            "exact: decoded to dtype; auto: a GGUF file's stay packed; q8, q4: and others are rounded to 8, 4 bits."
+        ),
     ] = "exact"
 
 

@@ -6,6 +6,11 @@ FP16: int
 Q8_0: int
 Q4_0: int
 Q4_1: int
+Q5_0: int
+Q5_1: int
+Q4_K: int
+Q5_K: int
+Q6_K: int
 SILU: int
 GELU_TANH: int
 
@@ -183,6 +188,11 @@ def pack(
     packing: int, blocks: int, order: int, packed: int, in_features: int, out_features: int, num_threads: int, /
 ) -> None:
     """GGUF's blocks in the kernels' order; row i is row order[i] of the blocks, an int64, or row i if order is 0."""
+
+def round_and_pack(
+    packing: int, dtype: int, weight: int, packed: int, in_features: int, out_features: int, num_threads: int, /
+) -> None:
+    """A weight [out, in] of a dtype, rounded to Q8_0 or Q4_1, in the kernels' order."""
 
 def packed_bytes(packing: int, in_features: int, out_features: int, /) -> int:
     """What a packed weight takes."""

@@ -1,4 +1,4 @@
-"""Weights that stay packed: 4 or 8 bits for each, in groups of 32 with a scale, as GGUF stores them.
+"""Packed weights: 4 to 8 bits for each, in groups of 32 with a scale, as GGUF stores them or rounded to that.
 
 A step reads all weights once, so that a weight of half the size is read in half the time. What is multiplied with them
 is rounded to 8 bits, in groups of 32 too, whatever the number of rows: a row's result never depends on its neighbours.
@@ -13,14 +13,39 @@ from kvine import kernels
 from kvine.kernels import Kernels, NativeLinear, is_plain
 
 GROUP = 32
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}  # of GGUF's block of 32 weights
+# GGUF's blocks: how many weights are in one, and how many bytes.
+BLOCKS = {
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+# What other weights are rounded to.
+ROUNDED = ("Q8_0", "Q4_1")
+
+
+def packing_code(packing: str) -> int:
+    """The extension's name of a packing."""
+    code: int = getattr(kernels.require_native(), packing)
+    return code
+
+
+def bytes_of(packing: str, shape: tuple[int, int]) -> int:
+    """What a weight [out, in] takes in memory."""
+    nbytes: int = kernels.require_native().packed_bytes(packing_code(packing), shape[1], shape[0])
+    return nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [out, in] in the kernels' order. Its values are those of GGUF's blocks, bit for bit.
+    """A weight [out, in] in the kernels' order.
 
-    `packing` is GGUF's name of the block type; `data` are the bytes, of whole tiles of 16 rows.
+    `packing` is GGUF's name of the block type, whose values it has bit for bit; `data` are the bytes, of whole tiles of
+    16 rows. The 6-bit scales of Q4_K and Q5_K take 8 bits here, an eighth of a bit for each weight more than in a file.
     """
 
     data: Tensor  # uint8
@@ -35,16 +60,51 @@ class PackedWeight:
 
         `num_threads` are torch's by default.
         """
-        num_threads = torch.get_num_threads() if num_threads is None else num_threads
-        native = kernels.require_native()
+        weights, size = BLOCKS[packing]
         out, row_bytes = blocks.shape
-        in_features = row_bytes // BLOCK_BYTES[packing] * GROUP
-        kind = getattr(native, packing)
-        data = torch.empty(native.packed_bytes(kind, in_features, out), dtype=torch.uint8)
+        packed = cls._empty(packing, (out, row_bytes // size * weights))
         blocks = blocks.contiguous()
-        address = 0 if order is None else order.data_ptr()
-        native.pack(kind, blocks.data_ptr(), address, data.data_ptr(), in_features, out, num_threads)
-        return cls(data, packing, (out, in_features))
+        kernels.require_native().pack(
+            packed._kind,
+            blocks.data_ptr(),
+            0 if order is None else order.data_ptr(),
+            packed.data.data_ptr(),
+            packed.shape[1],
+            out,
+            torch.get_num_threads() if num_threads is None else num_threads,
+        )
+        return packed
+
+    @classmethod
+    def from_values(cls, values: Tensor, packing: str, *, num_threads: int | None = None) -> "PackedWeight":
+        """From any `values` [out, in], rounded; `in` is a multiple of 32.
+
+        Q8_0 rounds to multiples of a 127th of a group's greatest: by half of that at most. Q4_1 divides what lies
+        between a group's least and greatest into 15 steps, and then fits scale, least value and numbers to each other
+        by least squares: of normally distributed weights 7.3% is lost, in root mean square, where the steps alone
+        would lose 7.8%. Both round scale and least value to fp16. A group with an infinity or a NaN becomes NaN.
+        """
+        assert packing in ROUNDED and values.dim() == 2 and values.shape[1] % GROUP == 0
+        native, values = kernels.require_native(), values.contiguous()
+        packed = cls._empty(packing, (values.shape[0], values.shape[1]))
+        native.round_and_pack(
+            packed._kind,
+            kernels.dtype_codes(native)[values.dtype],
+            values.data_ptr(),
+            packed.data.data_ptr(),
+            packed.shape[1],
+            packed.shape[0],
+            torch.get_num_threads() if num_threads is None else num_threads,
+        )
+        return packed
+
+    @classmethod
+    def _empty(cls, packing: str, shape: tuple[int, int]) -> "PackedWeight":
+        return cls(torch.empty(bytes_of(packing, shape), dtype=torch.uint8), packing, shape)
+
+    @property
+    def _kind(self) -> int:
+        return packing_code(self.packing)
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +117,7 @@ class PackedWeight:
         ids = ids.to(torch.long).contiguous()
         rows = torch.empty((len(ids), in_features), dtype=dtype)
         native.unpack_rows(
-            getattr(native, self.packing),
+            self._kind,
             self.data.data_ptr(),
             in_features,
             out,
@@ -86,7 +146,7 @@ class PackedLinear:
         assert bias is None or (bias.dtype is dtype and bias.shape == (self._out,) and is_plain(bias))
         self.bound = native.path.packed_linear(
             native.dtypes[dtype],
-            getattr(kernels.require_native(), weight.packing),
+            packing_code(weight.packing),
             weight.data.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             self._in,

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvine import kernels
-from kvine.errors import ConfigError, ModelLoadError
+from kvine.errors import ModelLoadError
 from kvine.formats.gguf import GGUFFile
 from kvine.formats.safetensors import SafetensorsFiles
 from kvine.formats.tensor import TensorInfo
 from kvine.hub import ModelSource
-from kvine.kernels.packed import BLOCK_BYTES, PackedWeight
+from kvine.kernels.packed import PackedWeight
 from kvine.models.build import build_decoder
 from kvine.models.config import ModelConfig
 from kvine.models.config_gguf import config_from_gguf
@@ -28,9 +27,9 @@ from kvine.models.config_hf import config_from_hf
 from kvine.models.decoder import Decoder
 from kvine.models.fields import Fields
 from kvine.models.names import check_tensors, gguf_names, hf_names, is_norm
+from kvine.models.packing import choose_packings, describe
 from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
 
-WEIGHTS = ("exact", "auto")
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
 _READERS = min(4, os.cpu_count() or 1)
@@ -43,10 +42,11 @@ class LoadedModel:
     `dtype` is what weights and activations are in (norm weights are fp32), `dtype_reason` why, in a sentence.
     `unused_tensors` are stored but have no use in the decoder: an image tower, a stored copy of a tied head, RoPE
     buffers. `weight_bytes` is what all tensors take, `mapped_bytes` the part of it that shares the checkpoint's pages.
+    `packings` names GGUF's type of each weight that is packed, by role; the others are exact.
 
     `fingerprint` is SHA-256 over the config, the files' headers (names, shapes, types, offsets of all tensors, and
     for GGUF all metadata) and the first, middle and last 256 stored bytes of each tensor: it tells fine-tunes apart
-    without reading the weights. It includes which weights stay packed, but not the compute dtype.
+    without reading the weights. It includes which weights are packed to what, but not the compute dtype.
     """
 
     config: ModelConfig
@@ -58,6 +58,7 @@ class LoadedModel:
     fingerprint: bytes
     weight_bytes: int
     mapped_bytes: int
+    packings: Mapping[str, str]
 
 
 class TensorFiles(Protocol):
@@ -80,6 +81,9 @@ class _Checkpoint:
     is_mapped: bool
     has_interleaved_heads: bool  # GGUF's llama: rows of q and k lie as llama.cpp rotates them
 
+    def stored(self, role: str) -> TensorInfo:
+        return self.files.tensors[self.names[role]]
+
 
 def load_model(
     source: ModelSource, *, dtype: str = "auto", device: str = "auto", weights: str = "exact"
@@ -88,36 +92,40 @@ def load_model(
 
     `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
     `choose_dtype` for what auto takes. On a CPU, safetensors weights stored in the chosen dtype are memory-mapped
-    and not copied. `weights` is exact, decoded to that dtype, or auto: GGUF's blocks of 32 weights in 8 or 4 bits stay
-    packed where compiled kernels multiply them. Raises ModelLoadError, naming file and tensor or key, for a checkpoint
-    that is damaged, incomplete, contradictory or of an unknown kind, and ConfigError for a device, a dtype or a way to
-    keep weights that this machine does not have.
+    and not copied. `weights` is exact, decoded to that dtype; auto, which keeps packed what a GGUF file has packed, if
+    compiled kernels can multiply it; or q8 or q4, which round the rest to 8 or 4 bits: see `choose_packings`.
+
+    Raises ModelLoadError, naming file and tensor or key, for a checkpoint that is damaged, incomplete, contradictory or
+    of an unknown kind, and ConfigError for a device, a dtype or a way to keep weights that this machine does not have.
     """
     place = choose_device(device)
     checkpoint = _open_gguf(source.path) if source.format == "gguf" else _open_safetensors(source.path)
-    tensors = checkpoint.files.tensors
+    stored = {role: checkpoint.stored(role) for role in checkpoint.names}
     stored_bytes: Counter[str] = Counter()
-    for name in checkpoint.names.values():
-        stored_bytes[tensors[name].type] += tensors[name].nbytes
+    for info in stored.values():
+        stored_bytes[info.type] += info.nbytes
     compute, reason = choose_dtype(dtype, stored_bytes.most_common(1)[0][0], place)
-    packed = _packed_roles(checkpoint, weights, place)
+    packings = choose_packings(stored, weights, place)
 
     def read(role: str) -> Tensor | PackedWeight:
-        return _pack(checkpoint, role) if role in packed else _read(checkpoint, role, compute, place)
+        if role in packings:
+            return _pack(checkpoint, role, packings[role])
+        return _read(checkpoint, role, compute, place)
 
     with ThreadPoolExecutor(_READERS) as pool:
         loaded = dict(zip(checkpoint.names, pool.map(read, checkpoint.names), strict=True))
-    mapped = [role for role in loaded if _is_mapped(checkpoint, role, compute, place)]
+    mapped = [role for role in loaded if role not in packings and _is_mapped(checkpoint, role, compute, place)]
     return LoadedModel(
         config=checkpoint.config,
         decoder=build_decoder(checkpoint.config, loaded, compute, place),
         dtype=compute,
         device=place,
-        dtype_reason=reason + _packed_note(checkpoint, weights, packed),
+        dtype_reason="; ".join(filter(None, (reason, describe(stored, packings, weights)))),
         unused_tensors=checkpoint.unused,
-        fingerprint=_fingerprint(checkpoint, packed),
+        fingerprint=_fingerprint(checkpoint, packings),
         weight_bytes=sum(weight.nbytes for weight in loaded.values()),
         mapped_bytes=sum(loaded[role].nbytes for role in mapped),
+        packings=packings,
     )
 
 
@@ -182,7 +190,7 @@ def _is_interleaved(checkpoint: _Checkpoint, role: str) -> bool:
 def _is_mapped(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Does `_read` return the file's own pages?"""
     changed = _is_interleaved(checkpoint, role) or (is_norm(role) and checkpoint.config.norm_offset != 0)
-    stored = STORED_DTYPES.get(checkpoint.files.tensors[checkpoint.names[role]].type)
+    stored = STORED_DTYPES.get(checkpoint.stored(role).type)
     wanted = torch.float32 if is_norm(role) else dtype
     return checkpoint.is_mapped and device.type == "cpu" and stored == wanted and not changed
 
@@ -198,36 +206,22 @@ def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.
     return weight.to(device)
 
 
-def _packed_roles(checkpoint: _Checkpoint, weights: str, device: torch.device) -> frozenset[str]:
-    """The weights that stay packed. Raises ConfigError for a way of keeping them that is unknown."""
-    if weights not in WEIGHTS:
-        raise ConfigError(f"weights {weights!r} is unknown: choose one of {', '.join(WEIGHTS)}.")
-    files = checkpoint.files
-    if weights == "exact" or device.type != "cpu" or not isinstance(files, GGUFFile) or kernels.chosen() is None:
-        return frozenset()
-    stored = {role: files.tensors[name] for role, name in checkpoint.names.items()}
-    return frozenset(role for role, info in stored.items() if info.type in BLOCK_BYTES and len(info.shape) == 2)
-
-
-def _packed_note(checkpoint: _Checkpoint, weights: str, packed: frozenset[str]) -> str:
-    if weights == "exact":
-        return ""
-    if not packed:
-        return "; no weight stays packed, which takes Q8_0, Q4_0 or Q4_1 in a GGUF file and compiled kernels"
-    types = sorted({checkpoint.files.tensors[checkpoint.names[role]].type for role in packed})
-    return f"; {len(packed)} weights stay packed ({', '.join(types)})"
-
-
-def _pack(checkpoint: _Checkpoint, role: str) -> PackedWeight:
-    assert isinstance(checkpoint.files, GGUFFile)
-    name, config = checkpoint.names[role], checkpoint.config
+def _pack(checkpoint: _Checkpoint, role: str, packing: str) -> PackedWeight:
+    """The blocks of the file in another order if they are of this type, or else the weight rounded to it."""
+    threads = max(1, torch.get_num_threads() // _READERS)  # for each of the readers
+    info, files = checkpoint.stored(role), checkpoint.files
+    if info.type != packing:
+        exact = STORED_DTYPES.get(info.type, torch.float32)
+        return PackedWeight.from_values(
+            _read(checkpoint, role, exact, torch.device("cpu")), packing, num_threads=threads
+        )
+    assert isinstance(files, GGUFFile)
     order = None
     if _is_interleaved(checkpoint, role):
-        rows = torch.arange(checkpoint.files.tensors[name].shape[0])
-        order = _split_halves(rows, config.num_heads if role.split(".")[-2] == "q" else config.num_kv_heads)
-    threads = max(1, torch.get_num_threads() // _READERS)  # for each of the readers
-    blocks, packing = checkpoint.files.blocks(name), checkpoint.files.tensors[name].type
-    return PackedWeight.from_blocks(blocks, packing, order, num_threads=threads)
+        config = checkpoint.config
+        heads = config.num_heads if role.split(".")[-2] == "q" else config.num_kv_heads
+        order = _split_halves(torch.arange(info.shape[0]), heads)
+    return PackedWeight.from_blocks(files.blocks(info.name), packing, order, num_threads=threads)
 
 
 def _split_halves(rows: Tensor, num_heads: int) -> Tensor:
@@ -238,10 +232,10 @@ def _split_halves(rows: Tensor, num_heads: int) -> Tensor:
     return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _fingerprint(checkpoint: _Checkpoint, packed: frozenset[str]) -> bytes:
+def _fingerprint(checkpoint: _Checkpoint, packings: Mapping[str, str]) -> bytes:
     digest = hashlib.sha256(repr(checkpoint.config).encode())
-    if packed:
-        digest.update(repr(sorted(packed)).encode())
+    if packings:
+        digest.update(repr(sorted(packings.items())).encode())
     digest.update(checkpoint.files.header_digest())
     by_file: dict[Path, list[TensorInfo]] = {}
     for info in checkpoint.files.tensors.values():

@@ -36,6 +36,18 @@ def test_json_is_one_object(generate):
     assert "trace" not in generate(PROMPT, *TEN, "--json").json
 
 
+def test_weights_are_packed_on_demand(generate):
+    """Embedding, head and the layers' matrices but for `down`, whose rows are of 48 numbers."""
+    ended = generate(PROMPT, *TEN, "--weights", "q4")
+    assert ended.code == 0 and len(ended.out) > 1
+    said = " ".join(ended.err.split())
+    assert "(12 Q4_1, 1 Q8_0); 2 stay exact, whose rows are no multiple of 32" in said
+    ended = generate(PROMPT, "--weights", "4")
+    assert ended.code == 2 and "weights '4' is unknown: choose one of exact, auto, q8, q4." in " ".join(
+        ended.err.split()
+    )
+
+
 def test_trace_follows_the_cache(generate):
     """9 tokens are fed, then one at a time; the tenth is never fed. Blocks of 4 fp32 tokens are counted by formula."""
     rows = generate(PROMPT, *TEN, "--block-size", 4, "--json", "--trace").json["trace"]

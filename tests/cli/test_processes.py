@@ -55,7 +55,7 @@ def test_the_real_model_answers_with_packed_weights():
     assert ended.returncode == 0, ended.stderr
     assert "Tokyo" in ended.stdout and "211 weights stay packed (Q4_1, Q8_0)" in ended.stderr.replace("\n", " ")
     refused = run("generate", "--weights", "q3", "-q", "Hello")
-    assert refused.returncode == 2 and "choose one of exact, auto" in refused.stderr.replace("\n", " ")
+    assert refused.returncode == 2 and "choose one of exact, auto, q8, q4." in refused.stderr.replace("\n", " ")
 
 
 def test_the_real_model_keeps_its_prefix_between_turns_and_edits():

@@ -2,43 +2,28 @@
 
 import itertools
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_blocks import any_blocks, even_blocks, rounded_blocks
 from torch import Tensor
 
 from kvine import kernels
-from kvine.kernels.packed import BLOCK_BYTES, GROUP, PackedLinear, PackedWeight
+from kvine.kernels.packed import BLOCKS, GROUP, PackedLinear, PackedWeight, bytes_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS32 = torch.finfo(torch.float32).eps
 
 every_path = pytest.mark.parametrize("path", kernels.available())
-every_packing = pytest.mark.parametrize("packing", BLOCK_BYTES)
+every_packing = pytest.mark.parametrize("packing", BLOCKS)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def blocks_of(weight: Tensor, packing: str) -> tuple[Tensor, Tensor]:
-    """GGUF's blocks of a weight, and the values that they stand for, both by the gguf package."""
-    kind = gguf.GGMLQuantizationType[packing]
-    blocks = gguf.quants.quantize(weight.numpy(), kind)
-    return torch.from_numpy(blocks.copy()), torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-
-
-def any_blocks(packing: str, out: int, features: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Blocks of any bytes but for scales that are numbers: also quants that no quantizer makes, such as -128."""
-    generator = np.random.default_rng(seed)
-    size = BLOCK_BYTES[packing]
-    blocks = generator.integers(0, 256, (out, features // GROUP, size), dtype=np.uint8)
-    for at in (0, 2) if packing == "Q4_1" else (0,):
-        scales = generator.normal(0, 1, (out, features // GROUP)).astype(np.float16)
-        blocks[:, :, at : at + 2] = scales.view(np.uint8).reshape(out, -1, 2)
-    flat = blocks.reshape(out, -1)
-    return torch.from_numpy(flat), torch.from_numpy(gguf.quants.dequantize(flat, gguf.GGMLQuantizationType[packing]))
+def widths_of(packing: str) -> tuple[int, ...]:
+    """Numbers of inputs: one block, a few, many."""
+    return tuple(BLOCKS[packing][0] * count for count in ((1, 3, 18) if BLOCKS[packing][0] == GROUP else (1, 2, 3)))
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -53,7 +38,7 @@ def check(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None) -> N
     """Within fp32 sums of one product a group, and one rounding."""
     exact = rounded(x) @ values.double().T + (0 if bias is None else bias.double())
     magnitude = rounded(x).abs() @ values.double().abs().T + (0 if bias is None else bias.double().abs())
-    # A group's sum of 4-bit products lies apart from its least value, of the other sign perhaps, and as large.
+    # A group's sum of products without a sign lies apart from its least value, of the other sign perhaps, and as large.
     spread = x.double().abs().amax() * values.double().abs().amax() * GROUP
     limits = torch.finfo(y.dtype)
     bound = (x.shape[1] / GROUP + 6) * EPS32 * (magnitude + 2 * spread)
@@ -64,11 +49,13 @@ def check(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None) -> N
 
 @every_packing
 def test_a_packed_weight_has_the_values_of_its_blocks(packing: str) -> None:
-    for out, features in ((1, 32), (15, 64), (16, 576), (33, 96)):
-        for blocks, values in (blocks_of(randn(out, features), packing), any_blocks(packing, out, features)):
+    for out, features in itertools.product((1, 15, 16, 33), widths_of(packing)):
+        for blocks, values in (rounded_blocks(randn(out, features), packing), any_blocks(packing, out, features)):
             weight = PackedWeight.from_blocks(blocks, packing)
             assert weight.shape == (out, features)
-            assert weight.nbytes == -(-out // 16) * 16 * blocks.shape[1]
+            in_file = -(-out // 16) * 16 * blocks.shape[1]
+            more = in_file // 36 if packing == "Q4_K" else in_file // 44 if packing == "Q5_K" else 0  # 6 bits in 8
+            assert weight.nbytes == bytes_of(packing, weight.shape) == in_file + more
             for dtype in DTYPES:
                 assert torch.equal(weight.unpacked(dtype), values.to(dtype))
             ids = torch.tensor([out - 1, 0, out // 2, 0])
@@ -81,9 +68,11 @@ def test_a_packed_weight_has_the_values_of_its_blocks(packing: str) -> None:
 
 @every_packing
 def test_rows_are_packed_in_the_order_that_is_asked_for(packing: str) -> None:
-    blocks, values = blocks_of(randn(40, 64), packing)
+    blocks, values = rounded_blocks(randn(40, 256), packing)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(PackedWeight.from_blocks(blocks, packing, order).unpacked(torch.float32), values[order])
+    for threads in (1, 3):
+        weight = PackedWeight.from_blocks(blocks, packing, order, num_threads=threads)
+        assert torch.equal(weight.unpacked(torch.float32), values[order])
 
 
 @every_path
@@ -91,9 +80,12 @@ def test_rows_are_packed_in_the_order_that_is_asked_for(packing: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_every_shape(path: str, packing: str, dtype: torch.dtype) -> None:
     native = kernels.load(path)
-    for features, out, rows in itertools.product((32, 96, 576), (1, 16, 75), (1, 2, 5, 63, 64, 65)):
-        make = any_blocks if rows % 2 else lambda packing, out, features: blocks_of(randn(out, features), packing)
-        blocks, values = make(packing, out, features)
+    for features, out, rows in itertools.product(widths_of(packing), (1, 16, 75), (1, 2, 5, 63, 64, 65)):
+        if rows % 2:
+            std = 1.0 if BLOCKS[packing][0] == GROUP else 1 / 64  # K types multiply it; the sums are for fp16 too
+            blocks, values = any_blocks(packing, out, features, std=std)
+        else:
+            blocks, values = rounded_blocks(randn(out, features), packing)
         bias = randn(out, dtype=dtype, seed=2) if out % 2 else None
         x = randn(rows, features, dtype=dtype, seed=1)
         y = PackedLinear(native, PackedWeight.from_blocks(blocks, packing), bias, dtype)(x)
@@ -107,11 +99,11 @@ def test_a_row_depends_on_itself_alone(path: str, packing: str) -> None:
     """Neither on how many rows there are, nor on the number of threads."""
     product = PackedLinear(
         kernels.load(path),
-        PackedWeight.from_blocks(blocks_of(randn(300, 576), packing)[0], packing),
+        PackedWeight.from_blocks(rounded_blocks(randn(300, 768), packing)[0], packing),
         None,
         torch.bfloat16,
     )
-    x, before = randn(150, 576, dtype=torch.bfloat16, seed=1), torch.get_num_threads()
+    x, before = randn(150, 768, dtype=torch.bfloat16, seed=1), torch.get_num_threads()
     whole = product(x)
     try:
         for threads in (1, 2, 3, 7):
@@ -127,15 +119,15 @@ def test_a_row_depends_on_itself_alone(path: str, packing: str) -> None:
 @every_path
 @every_packing
 def test_extremes(path: str, packing: str) -> None:
-    blocks, values = blocks_of(randn(20, 96), packing)
+    blocks, values = rounded_blocks(randn(20, 256), packing)
     product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(blocks, packing), None, torch.float32)
     for scale in (1e-25, 1e20, 1e30):
-        x = randn(3, 96, seed=1) * scale
+        x = randn(3, 256, seed=1) * scale
         check(product(x), x, values)
-    assert torch.equal(product(torch.zeros(2, 96)), torch.zeros(2, 20))
-    assert torch.equal(product(torch.full((1, 96), 1e-38)), torch.zeros(1, 20))  # too little to be scaled: nothing
+    assert torch.equal(product(torch.zeros(2, 256)), torch.zeros(2, 20))
+    assert torch.equal(product(torch.full((1, 256), 1e-38)), torch.zeros(1, 20))  # too little to be scaled: nothing
     for broken in (torch.nan, torch.inf, -torch.inf):
-        x = randn(2, 96, seed=1)
+        x = randn(2, 256, seed=1)
         x[0, 40] = broken
         y = product(x)
         assert y[0].isnan().all() and torch.equal(y[1], product(x[1:])[0])
@@ -144,24 +136,21 @@ def test_extremes(path: str, packing: str) -> None:
 @every_path
 def test_the_largest_sums_do_not_overflow(path: str) -> None:
     """All quants and all of x at their ends, of one sign."""
-    for packing in BLOCK_BYTES:
-        for byte in (0x00, 0x80, 0x7F, 0xFF):
-            blocks = np.full((16, 2 * BLOCK_BYTES[packing]), byte, np.uint8).reshape(16, 2, -1)
-            blocks[:, :, : 4 if packing == "Q4_1" else 2] = np.array([1.0], np.float16).view(np.uint8).tolist() * (
-                2 if packing == "Q4_1" else 1
-            )
-            flat = torch.from_numpy(blocks.reshape(16, -1))
-            values = torch.from_numpy(gguf.quants.dequantize(flat.numpy(), gguf.GGMLQuantizationType[packing]))
-            product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(flat, packing), None, torch.float32)
-            for sign in (1.0, -1.0):
-                x = torch.full((1, 64), sign * 127)
-                torch.testing.assert_close(product(x), x @ values.T, rtol=1e-6, atol=0)
+    for packing, byte in itertools.product(BLOCKS, (0x00, 0x80, 0x7F, 0xFF)):
+        blocks, values = even_blocks(packing, 16, 512, byte)
+        product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(blocks, packing), None, torch.float32)
+        for sign in (1.0, -1.0):
+            x = torch.full((1, 512), sign * 127)
+            torch.testing.assert_close(product(x), x @ values.T, rtol=1e-5, atol=0)
 
 
 @every_path
 def test_a_strided_or_differentiable_x_is_taken_too(path: str) -> None:
     product = PackedLinear(
-        kernels.load(path), PackedWeight.from_blocks(blocks_of(randn(16, 64), "Q8_0")[0], "Q8_0"), None, torch.float32
+        kernels.load(path),
+        PackedWeight.from_blocks(rounded_blocks(randn(16, 64), "Q8_0")[0], "Q8_0"),
+        None,
+        torch.float32,
     )
     x = randn(2, 128)[:, ::2]
     assert torch.equal(product(x), product(x.contiguous()))
@@ -170,7 +159,7 @@ def test_a_strided_or_differentiable_x_is_taken_too(path: str) -> None:
 
 @every_path
 def test_it_keeps_its_weight_alive(path: str) -> None:
-    blocks, values = blocks_of(randn(160, 320), "Q4_1")
+    blocks, values = rounded_blocks(randn(160, 320), "Q4_1")
     product = PackedLinear(kernels.load(path), PackedWeight.from_blocks(blocks, "Q4_1"), None, torch.float32)
     filled = [torch.zeros_like(blocks) for _ in range(20)]  # would take the weight's memory, were it free
     check(product(randn(1, 320, seed=1)), randn(1, 320, seed=1), values)

@@ -1,5 +1,6 @@
-"""Models whose GGUF weights stay packed: the same values, rounded products, and everything else as ever."""
+"""Models with packed weights, kept or rounded: the same values, rounded products, and everything else as ever."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, standard_parts
 from kvine.errors import ConfigError
 from kvine.hub import ModelSource
-from kvine.kernels.packed import BLOCK_BYTES, PackedWeight
+from kvine.kernels.packed import BLOCKS, PackedWeight
 from kvine.models.load import LoadedModel, load_model
 from kvine.sampling.params import SamplingParams
 
@@ -37,13 +38,18 @@ def vars_of(mlp: object) -> tuple:
     return mlp.gate, mlp.up, mlp.down  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("quant", BLOCK_BYTES)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
+PACKED_KINDS = [*itertools.product(("llama", "qwen2", "gemma3"), ("Q8_0", "Q4_1", "Q5_0")), ("llama", "Q4_0")]
+PACKED_KINDS += [("llama", kind) for kind in BLOCKS if kind.endswith("_K")] + [("gemma3", "Q6_K"), ("qwen2", "Q5_1")]
+
+
+@pytest.mark.parametrize(("arch", "quant"), PACKED_KINDS)
 def test_packed_is_exact_but_for_the_rounding_of_what_is_multiplied(arch: str, quant: str) -> None:
-    model, folder = tiny_model(arch)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16} if quant.endswith("_K") else {}
+    model, folder = tiny_model(arch, **wide)
     path = write_gguf(model, folder, quant)
     exact, packed = load(path, "exact"), load(path)
-    assert packed.weight_bytes < exact.weight_bytes / 2 and "stay packed" in packed.dtype_reason
+    assert packed.weight_bytes < exact.weight_bytes / 2 and f"stay packed ({quant})" in packed.dtype_reason
+    assert set(packed.packings.values()) == {quant} and exact.packings == {}
     assert exact.fingerprint != packed.fingerprint, "blocks of the one are no hits for the other"
     for whole, layer in zip(exact.decoder.layers, packed.decoder.layers, strict=True):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -75,15 +81,71 @@ def norm_bytes(model: LoadedModel) -> int:
 
 def test_what_cannot_be_packed_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = tiny_model("llama")
-    for path in (folder, write_gguf(model, folder, "F16"), write_gguf(model, folder, "Q5_1")):
+    for path in (folder, write_gguf(model, folder, "F16")):
         assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
         assert "packed" not in load(path, "exact").dtype_reason
     path = write_gguf(model, folder, "Q8_0")
     assert packed_of(load(path)) and not packed_of(load(path, "exact"))
-    with pytest.raises(ConfigError, match="weights 'q3' is unknown: choose one of exact, auto"):
+    with pytest.raises(ConfigError, match="weights 'q3' is unknown: choose one of exact, auto, q8, q4"):
         load(path, "q3")
     monkeypatch.setenv(kernels.VARIABLE, "off")
     assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
+    for weights in ("q8", "q4"):
+        with pytest.raises(ConfigError, match=f"packed to {weights} need .* compiled kernels: choose exact"):
+            load(path, weights)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_any_weights_are_rounded_on_demand(arch: str) -> None:
+    """From safetensors in each dtype and from a GGUF file, whose llama has its heads' rows in another order."""
+    model, folder = tiny_model(arch, dtype=torch.bfloat16)
+    exact = load(folder, "exact")
+    of_gguf = {weights: load(write_gguf(model, folder, "BF16"), weights) for weights in ("q8", "q4")}
+    for weights, kind, loss, of_logits in (("q8", "Q8_0", 0.01, 0.1), ("q4", "Q4_1", 0.1, 0.5)):
+        rounded = load(folder, weights)
+        tables = {role for role in ("embedding.weight", "head.weight") if role in rounded.packings}
+        assert tables and {rounded.packings[role] for role in tables} == {"Q8_0"}
+        assert {rounded.packings[role] for role in rounded.packings.keys() - tables} == {kind}
+        assert f"{len(packed_of(rounded)) - (arch == 'gemma3')} weights are packed" in rounded.dtype_reason
+        assert "stay exact" not in rounded.dtype_reason and rounded.mapped_bytes == 0
+        for whole, layer, other in zip(
+            exact.decoder.layers, rounded.decoder.layers, of_gguf[weights].decoder.layers, strict=True
+        ):
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                values, right = getattr(layer, name).weight.unpacked(torch.float32), getattr(whole, name).weight
+                assert 0 < (values - right).square().mean().sqrt() < loss * right.square().mean().sqrt()
+                assert torch.equal(values, getattr(other, name).weight.unpacked(torch.float32))
+        ids = torch.randint(0, exact.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+        right, ours = dense_logits(exact.decoder, ids), dense_logits(rounded.decoder, ids)
+        assert (ours - right).square().mean().sqrt() / right.std() < of_logits
+
+
+def test_what_a_file_has_packed_in_as_little_is_kept() -> None:
+    model, folder = tiny_model("llama")
+    for quant, weights, kind in [
+        ("Q8_0", "q8", "Q8_0"),
+        ("Q5_0", "q8", "Q5_0"),
+        ("Q4_0", "q4", "Q4_0"),
+        ("Q5_0", "q4", "Q4_1"),
+        ("Q8_0", "q4", "Q4_1"),
+    ]:
+        path = write_gguf(model, folder, quant)
+        kept, asked = load(path), load(path, weights)
+        layer = "layers.1.down.weight"
+        assert asked.packings[layer] == kind and asked.packings["embedding.weight"] == quant
+        is_same = torch.equal(asked.decoder.layers[1].mlp.down.weight.data, kept.decoder.layers[1].mlp.down.weight.data)
+        assert is_same == (kind == quant)
+        assert f"{len(asked.packings) if kind == quant else 2} of them as stored" in asked.dtype_reason
+        assert (asked.fingerprint == kept.fingerprint) == (kind == quant)
+
+
+def test_rows_of_odd_length_stay_exact() -> None:
+    _, folder = tiny_model("llama", intermediate_size=80)
+    rounded = load(folder, "q4")
+    assert isinstance(rounded.decoder.layers[0].mlp.down.weight, torch.Tensor)
+    assert isinstance(rounded.decoder.layers[0].mlp.up.weight, PackedWeight)
+    assert rounded.dtype_reason.endswith("; 3 stay exact, whose rows are no multiple of 32")
+    assert 0 < rounded.mapped_bytes < rounded.weight_bytes
 
 
 @pytest.mark.parametrize("path", kernels.available())

@@ -103,30 +103,79 @@ struct Prefill {
     std::int64_t window;  // how many keys a query sees, its own included; 0 for all
 };
 
-// How weights are packed: groups of 32 along a row, each with a scale in fp16.
+// How weights are packed: whole numbers q of a few bits, in groups of 32 along a row, and what scales them. Of those
+// called `Super`, 8 groups are a superblock, whose fp16 numbers are multiplied with a small whole number of each group.
 enum Packing : int {
-    k8Bit,      // scale * q, q from -128 to 127
-    k4Bit,      // scale * (q - 8), q from 0 to 15
-    k4BitLeast, // scale * q + least, q from 0 to 15; the least value of a group in fp16
+    k8Bit,       // scale * q, q from -128 to 127, the scale in fp16
+    k4Bit,       // scale * (q - 8), q from 0 to 15
+    k4BitLeast,  // scale * q + least, q from 0 to 15; scale and the least value of a group in fp16
+    k5Bit,       // scale * (q - 16), q from 0 to 31
+    k5BitLeast,  // scale * q + least, q from 0 to 31
+    k4BitSuper,  // like k4BitLeast, but scale and least are whole numbers times the superblock's
+    k5BitSuper,  // like k5BitLeast, likewise
+    k6BitSuper,  // scale * (q - 32), q from 0 to 63; each half of a group has a scale, whole numbers likewise
     kNumPackings
 };
+
+enum class Scaling { kScale, kLeast, kSuperLeast, kSuperHalves };
+
+// These are static for the reason that is in formats.hpp.
+static constexpr int bits_of(Packing packing) {
+    constexpr int bits[kNumPackings] = {8, 4, 4, 5, 5, 4, 5, 6};
+    return bits[packing];
+}
+
+static constexpr Scaling scaling_of(Packing packing) {
+    constexpr Scaling scalings[kNumPackings] = {
+        Scaling::kScale,      Scaling::kScale,      Scaling::kLeast, Scaling::kScale, Scaling::kLeast,
+        Scaling::kSuperLeast, Scaling::kSuperLeast, Scaling::kSuperHalves};
+    return scalings[packing];
+}
+
+// Whether a product has no part for the least value: its q is a number with a sign, stored so or 32 too large.
+static constexpr bool is_signed(Packing packing) { return bits_of(packing) == 8 || bits_of(packing) == 6; }
 
 // A packed weight is a row of tiles of 16 outputs; a tile is a row of groups, and a group of 16 outputs is
 //
 //   8 bits: 8 chunks of 64 bytes: for each output the 4 inputs that come next
-//   4 bits: 4 chunks of 64 bytes: for each output 4 bytes, of which the lower halves are the 4 inputs that come next, and
-//           the upper halves the 4 after these
+//   fewer:  4 chunks of 64 bytes: for each output 4 bytes, of which the lower halves are the 4 inputs that come next,
+//           and the upper halves the 4 after these; of each input its lower 4 bits
+//   5 bits: then 64 bytes, 4 for each output: bit c of byte j is the fifth bit of input 4 * c + j
+//   6 bits: then twice 64 bytes, of 16 inputs each: bits 2 * c and 2 * c + 1 of byte j are the upper two of input 4 * c + j
 //
-// and then 16 scales and, where there are such, 16 least values. Outputs beyond the last are zeros.
-constexpr int kGroup = 32, kTileOfOutputs = 16;
+// and then 16 scales and, where there are such, 16 least values; of superblocks as bytes, and of 6 bits 16 scales of the
+// first halves and 16 of the second. Before the first group of a superblock are the 16 numbers in fp16 that the scales
+// are multiplied with, and those of the least values, where there are such. Outputs beyond the last are zeros.
+constexpr int kGroup = 32, kTileOfOutputs = 16, kGroupsOfSuper = 8;
 
-constexpr std::int64_t quants_of_group(Packing packing) { return packing == k8Bit ? 512 : 256; }
-constexpr std::int64_t bytes_of_group(Packing packing) {
-    return quants_of_group(packing) + 2 * kTileOfOutputs * (packing == k4BitLeast ? 2 : 1);
+static constexpr bool is_super(Packing packing) { return scaling_of(packing) >= Scaling::kSuperLeast; }
+static constexpr bool has_leasts(Packing packing) {
+    return scaling_of(packing) == Scaling::kLeast || scaling_of(packing) == Scaling::kSuperLeast;
 }
-constexpr std::int64_t tiles_of(std::int64_t out) { return (out + kTileOfOutputs - 1) / kTileOfOutputs; }
-constexpr std::int64_t bytes_of(Packing packing, std::int64_t in, std::int64_t out) {
-    return tiles_of(out) * (in / kGroup) * bytes_of_group(packing);
+static constexpr std::int64_t quants_of_group(Packing packing) {
+    return kGroup * kTileOfOutputs * bits_of(packing) / 8;
+}
+static constexpr std::int64_t bytes_of_group(Packing packing) {
+    return quants_of_group(packing) + 2 * kTileOfOutputs * (scaling_of(packing) == Scaling::kLeast ? 2 : 1);
+}
+static constexpr std::int64_t head_of_super(Packing packing) {
+    return is_super(packing) ? 2 * kTileOfOutputs * (has_leasts(packing) ? 2 : 1) : 0;
+}
+// Where in a tile a superblock begins. Without superblocks as many groups are only counted together.
+static constexpr std::int64_t start_of_super(Packing packing, std::int64_t super) {
+    return super * (head_of_super(packing) + kGroupsOfSuper * bytes_of_group(packing));
+}
+// Where in a tile a group begins.
+static constexpr std::int64_t start_of_group(Packing packing, std::int64_t group) {
+    return start_of_super(packing, group / kGroupsOfSuper) + head_of_super(packing) +
+           group % kGroupsOfSuper * bytes_of_group(packing);
+}
+static constexpr std::int64_t tiles_of(std::int64_t out) { return (out + kTileOfOutputs - 1) / kTileOfOutputs; }
+static constexpr std::int64_t bytes_of_tile(Packing packing, std::int64_t in) {
+    return start_of_group(packing, in / kGroup) - head_of_super(packing);
+}
+static constexpr std::int64_t bytes_of(Packing packing, std::int64_t in, std::int64_t out) {
+    return tiles_of(out) * bytes_of_tile(packing, in);
 }
 
 // Rows of x in groups of 32 whole numbers from -127 to 127 and a scale, whatever their number. Group by group: the
@@ -224,10 +273,14 @@ void prefill(const Path& path, const Prefill& task, int num_threads);
 void write(const Write& task);  // fp16 ends at 65,504, which is what is stored of anything beyond
 void packed_linear(const Path& path, DType dtype, const PackedProduct& task, int num_threads);
 
-// Packs a weight [out, in] from GGUF's blocks, Q8_0, Q4_0 or Q4_1, without loss. Row i of the weight is row order[i] of
-// the blocks, or row i where there is no order.
+// Packs a weight [out, in] from GGUF's blocks without loss. Row i of the weight is row order[i] of the blocks, or row i
+// where there is no order.
 void pack(Packing packing, const std::byte* blocks, const std::int64_t* order, std::byte* packed, std::int64_t in,
           std::int64_t out, int num_threads);
+
+// Packs a weight [out, in] of any numbers, with the loss of rounding: to k8Bit or k4BitLeast.
+void round_and_pack(Packing packing, DType dtype, const std::byte* weight, std::byte* packed, std::int64_t in,
+                    std::int64_t out, int num_threads);
 
 // Rows `ids` of a packed weight in a dtype, [count, in].
 void unpack_rows(Packing packing, const std::byte* packed, std::int64_t in, const std::int64_t* ids, std::int64_t count,

@@ -41,7 +41,9 @@ constexpr kvine::Path make_path(const char* name) {
         weigh<Lanes>,
         {quantize<Fp32>, quantize<Bf16>, quantize<Fp16>},
         {multiply_packed<PackedLanes, kvine::k8Bit>, multiply_packed<PackedLanes, kvine::k4Bit>,
-         multiply_packed<PackedLanes, kvine::k4BitLeast>},
+         multiply_packed<PackedLanes, kvine::k4BitLeast>, multiply_packed<PackedLanes, kvine::k5Bit>,
+         multiply_packed<PackedLanes, kvine::k5BitLeast>, multiply_packed<PackedLanes, kvine::k4BitSuper>,
+         multiply_packed<PackedLanes, kvine::k5BitSuper>, multiply_packed<PackedLanes, kvine::k6BitSuper>},
     };
 }
 

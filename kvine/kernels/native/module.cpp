@@ -81,6 +81,14 @@ void pack_at(int packing, std::uintptr_t blocks, std::uintptr_t order, std::uint
     });
 }
 
+void round_and_pack_at(int packing, int dtype, std::uintptr_t weight, std::uintptr_t packed, std::int64_t in,
+                       std::int64_t out, int num_threads) {
+    const Packing kind = checked_packing(packing);
+    const DType format = checked(dtype);
+    if (kind != k8Bit && kind != k4BitLeast) throw nb::value_error("only GGUF's blocks are packed so");
+    run(true, [&] { round_and_pack(kind, format, at(weight), into(packed), in, out, num_threads); });
+}
+
 void unpack_rows_at(int packing, std::uintptr_t packed, std::int64_t in, std::int64_t out, std::uintptr_t ids,
                     std::int64_t count, int dtype, std::uintptr_t rows, int num_threads) {
     const auto* wanted = reinterpret_cast<const std::int64_t*>(ids);
@@ -267,6 +275,11 @@ NB_MODULE(_native, m) {
     m.attr("Q8_0") = static_cast<int>(k8Bit);
     m.attr("Q4_0") = static_cast<int>(k4Bit);
     m.attr("Q4_1") = static_cast<int>(k4BitLeast);
+    m.attr("Q5_0") = static_cast<int>(k5Bit);
+    m.attr("Q5_1") = static_cast<int>(k5BitLeast);
+    m.attr("Q4_K") = static_cast<int>(k4BitSuper);
+    m.attr("Q5_K") = static_cast<int>(k5BitSuper);
+    m.attr("Q6_K") = static_cast<int>(k6BitSuper);
     nb::class_<Path>(m, "Path")
         .def_ro("name", &Path::name)
         .def("linear", &bind)
@@ -284,6 +297,7 @@ NB_MODULE(_native, m) {
     m.def("cos_sin", &cos_sin_at);
     m.def("write", &write_at);
     m.def("pack", &pack_at);
+    m.def("round_and_pack", &round_and_pack_at);
     m.def("packed_bytes", &packed_bytes);
     m.def("unpack_rows", &unpack_rows_at);
     m.def("paths", &paths);

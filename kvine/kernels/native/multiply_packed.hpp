@@ -4,8 +4,10 @@
 //   Floats, Ints               vectors of so many numbers
 //   Weights                    a group's weights of so many outputs
 //   unpack<packing>(group, half)   those of the first or second half of a tile
-//   dot<packing>(weights, q)   their products with 32 numbers of x, summed exactly
-//   scales(from), load, store, fill, mul, fma, to_floats
+//   dot<packing>(weights, q, part)   their products with 32 numbers of x, summed exactly; with 16 of them where halves of
+//                              a group have scales of their own
+//   halves(from), bytes(from)  so many numbers in fp16, or in bytes with a sign
+//   load, store, fill, mul, fma, to_floats
 #pragma once
 
 #include <algorithm>
@@ -76,20 +78,59 @@ inline void store_tile(kvine::DType dtype, const kvine::Product& product, std::i
     store_tile<Fp32>(product, row, out, sums);
 }
 
+// Parts of a group that have a scale of their own.
+template <Packing packing>
+constexpr int kParts = kvine::scaling_of(packing) == kvine::Scaling::kSuperHalves ? 2 : 1;
+
+// The largest size of a number of a weight. Products with 127 of two such are summed at a time, and so many in 16 bits.
+template <Packing packing>
+constexpr int kLargest =
+    kvine::is_signed(packing) ? 1 << (kvine::bits_of(packing) - 1) : (1 << kvine::bits_of(packing)) - 1;
+template <Packing packing>
+constexpr int kPairsIn16Bits = 32767 / (2 * 127 * kLargest<packing>);
+
+// What the numbers of a group, of half a tile, are multiplied with, and what is added to each.
+template <class Lanes, Packing packing>
+struct Scales {
+    typename Lanes::Floats scale[kParts<packing>], least;
+
+    Scales(const std::byte* head, const std::byte* group, int half) {
+        using kvine::Scaling;
+        constexpr Scaling scaling = kvine::scaling_of(packing);
+        const std::byte* own = group + kvine::quants_of_group(packing);
+        const std::byte* halves = (kvine::is_super(packing) ? head : own) + half * 2 * Lanes::width;
+        const std::byte* bytes = own + half * Lanes::width;
+        for (int p = 0; p < kParts<packing>; ++p) {
+            scale[p] = Lanes::halves(halves);
+            if constexpr (kvine::is_super(packing))
+                scale[p] = Lanes::mul(scale[p], Lanes::bytes(bytes + p * kTileOfOutputs));
+        }
+        if constexpr (kvine::has_leasts(packing)) {
+            least = Lanes::halves(halves + 2 * kTileOfOutputs);
+            if constexpr (kvine::is_super(packing)) least = Lanes::mul(least, Lanes::bytes(bytes + kTileOfOutputs));
+        } else if constexpr (!kvine::is_signed(packing)) {
+            least = Lanes::mul(scale[0], Lanes::fill(static_cast<float>(-(1 << (kvine::bits_of(packing) - 1)))));
+        }
+    }
+};
+
 // Adds one group of half a tile to the sums of `count` rows from `row` on. Each row is treated by itself.
 template <class Lanes, Packing packing>
-void add_group(const std::byte* group, int half, const Quantized& x, std::int64_t at, std::int64_t count, float* sums) {
-    const std::byte* scales = group + kvine::quants_of_group(packing) + half * 2 * Lanes::width;
-    const typename Lanes::Floats scale = Lanes::scales(scales);
-    typename Lanes::Floats least{};
-    if constexpr (packing == kvine::k4Bit) least = Lanes::mul(scale, Lanes::fill(-8.0f));
-    if constexpr (packing == kvine::k4BitLeast) least = Lanes::scales(scales + 2 * kTileOfOutputs);
+void add_group(const std::byte* head, const std::byte* group, int half, const Quantized& x, std::int64_t at,
+               std::int64_t count, float* sums) {
+    const Scales<Lanes, packing> scales(head, group, half);
     const typename Lanes::Weights weights = Lanes::template unpack<packing>(group, half);
+    const std::int8_t* q = x.q + at * kGroup;
+    const float *x_scale = x.scale + at, *x_sum = x.sum + at;
     for (std::int64_t r = 0; r < count; ++r) {
         float* to = sums + r * kTileOfOutputs + half * Lanes::width;
-        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, x.q + (at + r) * kGroup));
-        auto sum = Lanes::fma(dot, Lanes::mul(scale, Lanes::fill(x.scale[at + r])), Lanes::load(to));
-        if constexpr (packing != kvine::k8Bit) sum = Lanes::fma(least, Lanes::fill(x.sum[at + r]), sum);
+        const auto scale = Lanes::fill(x_scale[r]);
+        auto sum = Lanes::load(to);
+        for (int part = 0; part < kParts<packing>; ++part) {
+            const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, q + r * kGroup, part));
+            sum = Lanes::fma(dot, Lanes::mul(scales.scale[part], scale), sum);
+        }
+        if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x_sum[r]), sum);
         Lanes::store(to, sum);
     }
 }
@@ -108,21 +149,23 @@ void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Qua
     for (auto& of_tile : sums) std::fill_n(of_tile, count * kTileOfOutputs, 0.0f);
     for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
-            const std::byte* group = product.weight + ((tile + t * apart) * groups + g) * size;
+            const std::byte* of_tile = product.weight + (tile + t * apart) * kvine::bytes_of_tile(packing, product.in);
+            const std::byte* head = of_tile + kvine::start_of_super(packing, g / kvine::kGroupsOfSuper);
+            const std::byte* group = of_tile + kvine::start_of_group(packing, g);
             for (std::int64_t line = 0; line < size; line += 64) __builtin_prefetch(group + kAheadBytes + line);
             for (int half = 0; half < 2; ++half)
-                add_group<Lanes, packing>(group, half, x, g * product.rows + row, count, sums[t]);
+                add_group<Lanes, packing>(head, group, half, x, g * product.rows + row, count, sums[t]);
         }
     for (int t = 0; t < Tiles; ++t)
         for (std::int64_t r = 0; r < count; ++r)
             store_tile(dtype, product, row + r, (tile + t * apart) * kTileOfOutputs, sums[t] + r * kTileOfOutputs);
 }
 
-// Of few rows the weight's way from memory is what counts, and four streams keep more reads in flight than one.
+// Of few rows the weight's way from memory is what counts, and two streams keep more reads in flight than one.
 template <class Lanes, Packing packing>
 void multiply_packed(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t begin,
                      std::int64_t end) {
-    constexpr int kStreams = 4;
+    constexpr int kStreams = 2;
     for (std::int64_t row = 0; row < product.rows; row += kRowsAtATime) {
         const std::int64_t count = std::min(kRowsAtATime, product.rows - row);
         std::int64_t tile = begin;

@@ -114,33 +114,52 @@ struct PackedPortable {
         return v;
     }
 
-    static Floats scales(const std::byte* from) {
+    static Floats halves(const std::byte* from) {
         Floats v;
         for (int i = 0; i < width; ++i) v.at[i] = load_scalar<Fp16>(from + i * Fp16::size);
         return v;
     }
 
+    static Floats bytes(const std::byte* from) {
+        Floats v;
+        for (int i = 0; i < width; ++i) v.at[i] = static_cast<float>(std::to_integer<std::int8_t>(from[i]));
+        return v;
+    }
+
     template <Packing packing>
     static Weights unpack(const std::byte* group, int half) {
+        constexpr int bits = kvine::bits_of(packing);
         Weights weights;
-        for (int c = 0; c < (packing == kvine::k8Bit ? 8 : 4); ++c) {
-            std::uint8_t chunk[4 * width];
-            std::memcpy(chunk, group + c * 64 + half * sizeof chunk, sizeof chunk);
+        std::uint8_t chunk[4 * width];
+        const auto read = [&](int c) { std::memcpy(chunk, group + c * 64 + half * sizeof chunk, sizeof chunk); };
+        for (int c = 0; c < (bits == 8 ? 8 : 4); ++c) {
+            read(c);
             for (int i = 0; i < 4 * width; ++i)
-                if constexpr (packing == kvine::k8Bit) {
+                if constexpr (bits == 8) {
                     weights.of_inputs[c][i] = static_cast<std::int8_t>(chunk[i]);
                 } else {
                     weights.of_inputs[2 * c][i] = static_cast<std::int8_t>(chunk[i] & 15);
                     weights.of_inputs[2 * c + 1][i] = static_cast<std::int8_t>(chunk[i] >> 4);
                 }
         }
+        if constexpr (bits == 5 || bits == 6) {
+            constexpr int upper = bits - 4, count = 8 / upper, offset = bits == 6 ? 32 : 0;
+            for (int c = 0; c < 8; ++c) {
+                if (c % count == 0) read(4 + c / count);
+                auto& w = weights.of_inputs[c];
+                for (int i = 0; i < 4 * width; ++i)
+                    w[i] = static_cast<std::int8_t>(
+                        (w[i] | (chunk[i] >> (c % count * upper) & ((1 << upper) - 1)) << 4) - offset);
+            }
+        }
         return weights;
     }
 
     template <Packing packing>
-    static Ints dot(const Weights& weights, const std::int8_t* q) {
+    static Ints dot(const Weights& weights, const std::int8_t* q, int part) {
+        constexpr int chunks = 8 / kParts<packing>;
         Ints sum{};
-        for (int c = 0; c < 8; ++c)
+        for (int c = part * chunks; c < (part + 1) * chunks; ++c)
             for (int o = 0; o < width; ++o)
                 for (int i = 0; i < 4; ++i) sum.at[o] += weights.of_inputs[c][4 * o + i] * q[4 * c + i];
         return sum;
