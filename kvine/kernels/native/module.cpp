@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "kernels.hpp"
+#include "machine.hpp"
 
 namespace nb = nanobind;
 using namespace kvine;
@@ -165,6 +166,12 @@ void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
+std::uint64_t fetch_all_at(std::uintptr_t data, std::int64_t size, int streams, int num_threads) {
+    std::uint64_t seen = 0;
+    run(true, [&] { seen = fetch_all(at(data), size, streams, num_threads); });
+    return seen;
+}
+
 // The paths that this CPU runs, the fastest first.
 nb::list paths() {
     nb::list found;
@@ -202,5 +209,6 @@ NB_MODULE(_native, m) {
     m.def("pack", &pack_at);
     m.def("packed_bytes", &packed_bytes);
     m.def("unpack_rows", &unpack_rows_at);
+    m.def("fetch_all", &fetch_all_at);
     m.def("paths", &paths);
 }
