@@ -62,7 +62,9 @@ def bench(
     with FetchProgress() as fetching:
         source = resolve(model, progress=fetching)
     with ended_by_interrupt():
-        from kvine.evidence.bench import Peer, Settings, run_bench
+        from kvine.evidence.bench.run import run_bench
+    from kvine.evidence.bench.players import Peer
+    from kvine.evidence.bench.settings import Settings
 
     settings = Settings(
         what=tuple(dict.fromkeys(what.split(","))),

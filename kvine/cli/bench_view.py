@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from kvine.evidence.bench import Bench, Row
+    from kvine.evidence.bench.report import Bench, Row
 
 TITLES = {
     "ready": "ready",

@@ -49,7 +49,7 @@ def _draw_rates(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> 
         panel.plot(batches, [row.value for row in own], "o-", color=colour)
         if all(row.floor is not None for row in own):
             panel.plot(batches, [row.floor or 0 for row in own], ":", color=colour)
-    panel.set(xlabel="requests at once", ylabel="tokens a second, all of them")
+    panel.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="tokens a second, all of them")
 
 
 def _tokens(context: int) -> str:
