@@ -145,9 +145,7 @@ def test_ctrl_c_ends_all_of_it_with_130(tiny: Path, tmp_path: Path) -> None:
     python.chmod(0o755)
     command = [sys.executable, "-m", "kvine.cli.app", "bench", str(tiny), "--threads", "1", "--what", "decode"]
     command += ["--context", "30", "--vs", "transformers", "--peer-python", f"transformers={python}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c) as process:
         children: list[psutil.Process] = []
         end = time.monotonic() + PATIENCE
         while len(children) < 3 and time.monotonic() < end:  # Kvine's, the peer's, and what that has started
