@@ -129,15 +129,6 @@ def test_mistakes_are_sentences(bench, options: tuple[str, ...], says: str) -> N
     assert ended.code == 2 and says in ended.err.replace("\n", " ") and ended.out == ""
 
 
-def test_a_peer_that_was_named_and_fails_ends_it(bench, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'no such luck' >&2\nexit 3\n")
-    python.chmod(0o755)
-    ended = bench("--what", "decode", "--vs", "transformers", "--peer-python", f"transformers={python}")
-    assert ended.code == 2 and "ended with code 3" in ended.err and "no such luck" in ended.err
-    assert not psutil.Process().children()
-
-
 def test_ctrl_c_ends_all_of_it_with_130(tiny: Path, tmp_path: Path) -> None:
     """Kvine's process, which is stopped meanwhile, and a peer's that hangs."""
     python = tmp_path / "python"

@@ -2,18 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from kvine import kernels
 from kvine.cache.spec import CacheSpec
 from kvine.errors import RequestError
 from kvine.evidence.bench.floors import Floor, Floors
 from kvine.evidence.bench.machine import Machine, buffer_bytes, matrix_rate
 from kvine.evidence.bench.report import row_of
 from kvine.evidence.bench.settings import Settings, leading_matches
-from kvine.kernels.machine import read_rate
 from kvine.models.config import LayerConfig, ModelConfig
 from kvine.rope_scaling import RopeConfig
 
@@ -81,22 +78,6 @@ def test_shares_are_one_at_the_floor_whether_less_is_better_or_more() -> None:
 def test_the_better_of_two_measurements_counts() -> None:
     first, second = Machine("it", 2, 10.0, 5.0, "bf16"), Machine("it", 2, 9.0, 7.0, "fp32")
     assert first.best_of(second) == second.best_of(first) == Machine("it", 2, 10.0, 7.0, "fp32")
-
-
-def test_all_of_a_buffer_is_fetched_whatever_the_streams_and_threads() -> None:
-    native = kernels.require_native()
-    words = np.random.default_rng(3).integers(1 << 62, size=8 * 1003).astype(np.uint64)
-    expected = int(np.bitwise_xor.reduce(words[::8]))  # the first word of each line of 64 bytes
-    for streams in (1, 4, 7, 16):
-        for threads in (1, 2, 3):
-            assert native.fetch_all(words.ctypes.data, words.nbytes, streams, threads) == expected
-    assert native.fetch_all(words.ctypes.data, 0, 4, 2) == 0
-    # So few lines that a thread has fewer than streams.
-    assert native.fetch_all(words.ctypes.data, 192, 8, 2) == int(np.bitwise_xor.reduce(words[:24:8]))
-
-
-def test_memory_is_read_at_some_rate() -> None:
-    assert 0.3e9 < read_rate(64 << 20, 1, 0.1) < 1e12
 
 
 def test_matrices_are_multiplied_at_some_rate() -> None:

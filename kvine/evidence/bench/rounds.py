@@ -180,7 +180,8 @@ class Rounds:
             player.given_up.update(task.keys)
             self.skip(player.name, task.keys[0].what, str(error))
             return
-        player.process.pause()
+        finally:
+            player.process.pause()
         for key, figure in zip(task.keys, task.take(answer), strict=True):
             if figure is not None:
                 player.add(key, figure)
