@@ -50,6 +50,9 @@ def _draw_rates(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> 
         if all(row.floor is not None for row in own):
             panel.plot(batches, [row.floor or 0 for row in own], ":", color=colour)
     panel.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="tokens a second, all of them")
+    together = sorted({row.batch for row in rows})
+    panel.set_xticks(together, [str(batch) for batch in together])
+    panel.set_xticks([], minor=True)
 
 
 def _tokens(context: int) -> str:
