@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := kvine tests benchmarks
+CODE := kvine tests
 NATIVE := $(wildcard kvine/kernels/native/*.cpp kvine/kernels/native/*.hpp) kvine/kernels/native/CMakeLists.txt
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
@@ -36,8 +36,8 @@ lint: .venv/dev.stamp  ## style, formatting, types
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp  ## speed, beside transformers
-	$(BIN)/python benchmarks/beside_transformers.py
+bench: .venv/dev.stamp  ## speed, beside what the machine allows and beside transformers
+	$(BIN)/kvine bench smollm2-135m --vs transformers
 
 docs: .venv/dev.stamp  ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvine import __version__
+from kvine.cli.bench import bench
 from kvine.cli.chat import chat
 from kvine.cli.experiment import experiment
 from kvine.cli.explain import explain
@@ -76,6 +77,7 @@ app.command()(verify)
 app.command()(traps)
 app.command()(plan)
 app.command()(explain)
+app.command()(bench)
 app.add_typer(experiment, name="experiment")
 
 

@@ -211,5 +211,8 @@ def unpack_rows(
 ) -> None:
     """Rows with these int64 numbers, [count, in]. Raises IndexError if there is no such row."""
 
+def fetch_all(data: int, size: int, streams: int, num_threads: int, /) -> int:
+    """Fetches `size` bytes from memory, each thread in so many places at once; a number made of what was read."""
+
 def paths() -> list[Path]:
     """What this CPU runs, the fastest first."""

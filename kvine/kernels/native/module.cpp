@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "machine.hpp"
 #include "stack.hpp"
 
 namespace nb = nanobind;
@@ -254,6 +255,12 @@ void prefill_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr
     run(products_of(task) > kManyProducts, [&] { prefill(path, task, num_threads); });
 }
 
+std::uint64_t fetch_all_at(std::uintptr_t data, std::int64_t size, int streams, int num_threads) {
+    std::uint64_t seen = 0;
+    run(true, [&] { seen = fetch_all(at(data), size, streams, num_threads); });
+    return seen;
+}
+
 // The paths that this CPU runs, the fastest first.
 nb::list paths() {
     nb::list found;
@@ -300,5 +307,6 @@ NB_MODULE(_native, m) {
     m.def("round_and_pack", &round_and_pack_at);
     m.def("packed_bytes", &packed_bytes);
     m.def("unpack_rows", &unpack_rows_at);
+    m.def("fetch_all", &fetch_all_at);
     m.def("paths", &paths);
 }

@@ -1,0 +1,1 @@
+"""Speed, held against what the machine allows and against other engines: `run.run_bench` measures all of it."""

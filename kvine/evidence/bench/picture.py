@@ -1,0 +1,59 @@
+"""A bench as a picture: each engine's times and token rates, with a line where the machine sets their end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvine.evidence.bench.report import Bench, Row
+from kvine.evidence.plots import plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+BAR = 0.8  # of the room that a group of bars has
+NAMES = {"ready": "ready", "prefill": "prefill", "decode": "a token", "prefix_hit": "prefix hit"}
+
+
+def draw_bench(outcome: Bench, path: Path) -> None:
+    """Times as bars and token rates over the batch, a colour for each engine; black and dotted are the floors."""
+    colours = dict(zip((entrant.name for entrant in outcome.entrants), COLOURS, strict=False))
+    machine = outcome.machine
+    title = f"{outcome.model} on {machine.cpu}, {machine.threads} threads, medians of {outcome.repeats}"
+    with plot(path, title=title, panels=2) as (times, rates):
+        _draw_times(times, [row for row in outcome.rows if row.what in NAMES], colours)
+        _draw_rates(rates, [row for row in outcome.rows if row.is_rate], colours)
+        handles = [times.plot([], [], "s", color=colours[entrant.name])[0] for entrant in outcome.entrants]
+        times.legend(handles, [f"{entrant.name}, {entrant.weights}" for entrant in outcome.entrants])
+
+
+def _draw_times(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> None:
+    groups = list(dict.fromkeys((row.what, row.context) for row in rows))
+    height = BAR / len(colours)
+    for row in rows:
+        to_ms = 1e3 if row.unit == "s" else 1.0
+        place = groups.index((row.what, row.context)) + height * (list(colours).index(row.engine) + 0.5) - BAR / 2
+        panel.barh(place, row.value * to_ms, height, color=colours[row.engine])
+        panel.plot([row.low * to_ms, row.high * to_ms], [place, place], color="gray", linewidth=1)
+        if row.floor is not None:
+            panel.plot([row.floor * to_ms] * 2, [place - height / 2, place + height / 2], color="black", linewidth=2)
+    panel.set_yticks(range(len(groups)), [f"{NAMES[what]}\n{_tokens(context)}" for what, context in groups])
+    panel.set(xscale="log", xlabel="ms, logarithmic")
+    panel.invert_yaxis()
+
+
+def _draw_rates(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> None:
+    for engine, colour in colours.items():
+        own = [row for row in rows if row.engine == engine]
+        batches = [row.batch for row in own]
+        panel.plot(batches, [row.value for row in own], "o-", color=colour)
+        if all(row.floor is not None for row in own):
+            panel.plot(batches, [row.floor or 0 for row in own], ":", color=colour)
+    panel.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="tokens a second, all of them")
+    together = sorted({row.batch for row in rows})
+    panel.set_xticks(together, [str(batch) for batch in together])
+    panel.set_xticks([], minor=True)
+
+
+def _tokens(context: int) -> str:
+    return f"{context:,} tokens" if context else ""
