@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := kvine tests
+CODE := kvine tests benchmarks
 NATIVE := $(wildcard kvine/kernels/native/*.cpp kvine/kernels/native/*.hpp) kvine/kernels/native/CMakeLists.txt
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
