@@ -4,6 +4,11 @@ A step reads all weights once, so that a weight of half the size is read in half
 is rounded to 8 bits, in groups of 32 too, whatever the number of rows: a row's result never depends on its neighbours.
 """
 
+import contextlib
+import itertools
+import mmap
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +31,29 @@ BLOCKS = {
 }
 # What other weights are rounded to.
 ROUNDED = ("Q8_0", "Q4_1")
+
+
+_LARGE_PAGE = 2 << 20
+_CACHE_LINE = 64
+
+
+def allocate(sizes: Sequence[int]) -> list[Tensor]:
+    """Memory for packed weights of so many bytes: uint8 [size] each, all in one piece.
+
+    A system with large pages maps it in these: a step that reads all weights from small ones waits for as many
+    translations of addresses.
+    """
+    starts = [0, *itertools.accumulate(-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes)]
+    if not starts[-1]:
+        return [torch.empty(0, dtype=torch.uint8) for _ in sizes]
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    mapped = mmap.mmap(-1, starts[-1] + _LARGE_PAGE, **private)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _LARGE_PAGE :]
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def packing_code(packing: str) -> int:
@@ -54,15 +82,21 @@ class PackedWeight:
 
     @classmethod
     def from_blocks(
-        cls, blocks: Tensor, packing: str, order: Tensor | None = None, *, num_threads: int | None = None
+        cls,
+        blocks: Tensor,
+        packing: str,
+        order: Tensor | None = None,
+        *,
+        memory: Tensor | None = None,
+        num_threads: int | None = None,
     ) -> "PackedWeight":
         """From `blocks`, uint8 [out, bytes of a row] as GGUF stores them. Row i is row `order[i]` of the blocks.
 
-        `num_threads` are torch's by default.
+        `memory` is where it goes, see `allocate`; its own by default. `num_threads` are torch's by default.
         """
         weights, size = BLOCKS[packing]
         out, row_bytes = blocks.shape
-        packed = cls._empty(packing, (out, row_bytes // size * weights))
+        packed = cls._empty(packing, (out, row_bytes // size * weights), memory)
         blocks = blocks.contiguous()
         kernels.require_native().pack(
             packed._kind,
@@ -76,7 +110,9 @@ class PackedWeight:
         return packed
 
     @classmethod
-    def from_values(cls, values: Tensor, packing: str, *, num_threads: int | None = None) -> "PackedWeight":
+    def from_values(
+        cls, values: Tensor, packing: str, *, memory: Tensor | None = None, num_threads: int | None = None
+    ) -> "PackedWeight":
         """From any `values` [out, in], rounded; `in` is a multiple of 32.
 
         Q8_0 rounds to multiples of a 127th of a group's greatest: by half of that at most. Q4_1 divides what lies
@@ -86,7 +122,7 @@ class PackedWeight:
         """
         assert packing in ROUNDED and values.dim() == 2 and values.shape[1] % GROUP == 0
         native, values = kernels.require_native(), values.contiguous()
-        packed = cls._empty(packing, (values.shape[0], values.shape[1]))
+        packed = cls._empty(packing, (values.shape[0], values.shape[1]), memory)
         native.round_and_pack(
             packed._kind,
             kernels.dtype_codes(native)[values.dtype],
@@ -99,8 +135,12 @@ class PackedWeight:
         return packed
 
     @classmethod
-    def _empty(cls, packing: str, shape: tuple[int, int]) -> "PackedWeight":
-        return cls(torch.empty(bytes_of(packing, shape), dtype=torch.uint8), packing, shape)
+    def _empty(cls, packing: str, shape: tuple[int, int], memory: Tensor | None) -> "PackedWeight":
+        size = bytes_of(packing, shape)
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8)
+        assert memory.shape == (size,) and memory.dtype is torch.uint8 and is_plain(memory)
+        return cls(memory, packing, shape)
 
     @property
     def _kind(self) -> int:

@@ -19,7 +19,7 @@ from kvine.formats.gguf import GGUFFile
 from kvine.formats.safetensors import SafetensorsFiles
 from kvine.formats.tensor import TensorInfo
 from kvine.hub import ModelSource
-from kvine.kernels.packed import PackedWeight
+from kvine.kernels.packed import PackedWeight, allocate, bytes_of
 from kvine.models.build import build_decoder
 from kvine.models.config import ModelConfig
 from kvine.models.config_gguf import config_from_gguf
@@ -106,10 +106,11 @@ def load_model(
         stored_bytes[info.type] += info.nbytes
     compute, reason = choose_dtype(dtype, stored_bytes.most_common(1)[0][0], place)
     packings = choose_packings(stored, weights, place)
+    memory = _packed_memory(checkpoint, packings)
 
     def read(role: str) -> Tensor | PackedWeight:
         if role in packings:
-            return _pack(checkpoint, role, packings[role])
+            return _pack(checkpoint, role, packings[role], memory[role])
         return _read(checkpoint, role, compute, place)
 
     with ThreadPoolExecutor(_READERS) as pool:
@@ -206,14 +207,21 @@ def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.
     return weight.to(device)
 
 
-def _pack(checkpoint: _Checkpoint, role: str, packing: str) -> PackedWeight:
+def _packed_memory(checkpoint: _Checkpoint, packings: Mapping[str, str]) -> dict[str, Tensor]:
+    """Where each packed weight goes; in the order of the layers, in which a step reads them."""
+    shapes = [checkpoint.stored(role).shape for role in packings]
+    sizes = [bytes_of(packing, (out, width)) for packing, (out, width) in zip(packings.values(), shapes, strict=True)]
+    return dict(zip(packings, allocate(sizes), strict=True)) if packings else {}
+
+
+def _pack(checkpoint: _Checkpoint, role: str, packing: str, memory: Tensor) -> PackedWeight:
     """The blocks of the file in another order if they are of this type, or else the weight rounded to it."""
     threads = max(1, torch.get_num_threads() // _READERS)  # for each of the readers
     info, files = checkpoint.stored(role), checkpoint.files
     if info.type != packing:
         exact = STORED_DTYPES.get(info.type, torch.float32)
         return PackedWeight.from_values(
-            _read(checkpoint, role, exact, torch.device("cpu")), packing, num_threads=threads
+            _read(checkpoint, role, exact, torch.device("cpu")), packing, memory=memory, num_threads=threads
         )
     assert isinstance(files, GGUFFile)
     order = None
@@ -221,7 +229,7 @@ def _pack(checkpoint: _Checkpoint, role: str, packing: str) -> PackedWeight:
         config = checkpoint.config
         heads = config.num_heads if role.split(".")[-2] == "q" else config.num_kv_heads
         order = _split_halves(torch.arange(info.shape[0]), heads)
-    return PackedWeight.from_blocks(files.blocks(info.name), packing, order, num_threads=threads)
+    return PackedWeight.from_blocks(files.blocks(info.name), packing, order, memory=memory, num_threads=threads)
 
 
 def _split_halves(rows: Tensor, num_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ from gguf_blocks import any_blocks, even_blocks, rounded_blocks
 from torch import Tensor
 
 from kvine import kernels
-from kvine.kernels.packed import BLOCKS, GROUP, PackedLinear, PackedWeight, bytes_of
+from kvine.kernels.packed import BLOCKS, GROUP, PackedLinear, PackedWeight, allocate, bytes_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS32 = torch.finfo(torch.float32).eps
@@ -164,3 +164,17 @@ def test_it_keeps_its_weight_alive(path: str) -> None:
     filled = [torch.zeros_like(blocks) for _ in range(20)]  # would take the weight's memory, were it free
     check(product(randn(1, 320, seed=1)), randn(1, 320, seed=1), values)
     assert len(filled) == 20
+
+
+def test_memory_of_a_model_is_one_piece_of_whole_lines() -> None:
+    sizes = [100, 0, 64, 3 << 20]
+    parts = allocate(sizes)
+    assert [len(part) for part in parts] == sizes
+    addresses = [part.data_ptr() for part in parts]
+    assert addresses[0] % (2 << 20) == 0
+    assert addresses == [addresses[0] + offset for offset in (0, 128, 128, 192)]
+    for value, part in enumerate(parts):
+        part.fill_(value)
+    assert all(int(part.min()) == int(part.max()) == value for value, part in enumerate(parts) if len(part))
+    assert [len(part) for part in allocate([0, 0])] == [0, 0]
+    assert allocate([]) == []

@@ -114,6 +114,19 @@ struct Scales {
     }
 };
 
+// The sum of half a tile with the products of one group and one row of x added.
+template <class Lanes, Packing packing>
+typename Lanes::Floats add_row(const Scales<Lanes, packing>& scales, const typename Lanes::Weights& weights,
+                               const std::int8_t* q, float x_scale, float x_sum, typename Lanes::Floats sum) {
+    const auto scale = Lanes::fill(x_scale);
+    for (int part = 0; part < kParts<packing>; ++part) {
+        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, q, part));
+        sum = Lanes::fma(dot, Lanes::mul(scales.scale[part], scale), sum);
+    }
+    if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x_sum), sum);
+    return sum;
+}
+
 // Adds one group of half a tile to the sums of `count` rows from `row` on. Each row is treated by itself.
 template <class Lanes, Packing packing>
 void add_group(const std::byte* head, const std::byte* group, int half, const Quantized& x, std::int64_t at,
@@ -124,37 +137,62 @@ void add_group(const std::byte* head, const std::byte* group, int half, const Qu
     const float *x_scale = x.scale + at, *x_sum = x.sum + at;
     for (std::int64_t r = 0; r < count; ++r) {
         float* to = sums + r * kTileOfOutputs + half * Lanes::width;
-        const auto scale = Lanes::fill(x_scale[r]);
-        auto sum = Lanes::load(to);
-        for (int part = 0; part < kParts<packing>; ++part) {
-            const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, q + r * kGroup, part));
-            sum = Lanes::fma(dot, Lanes::mul(scales.scale[part], scale), sum);
-        }
-        if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x_sum[r]), sum);
-        Lanes::store(to, sum);
+        Lanes::store(to, add_row<Lanes, packing>(scales, weights, q + r * kGroup, x_scale[r], x_sum[r], Lanes::load(to)));
     }
 }
 
 // How far ahead of its use a weight is fetched. Past the end of the tensor this fetches nothing that is needed.
 constexpr std::int64_t kAheadBytes = 1536;
 
+// Group `g` of a tile, and the superblock that it is part of; fetches what comes later.
+template <Packing packing>
+struct Group {
+    const std::byte *head, *group;
+
+    Group(const kvine::Product& product, std::int64_t tile, std::int64_t g) {
+        const std::byte* of_tile = product.weight + tile * kvine::bytes_of_tile(packing, product.in);
+        head = of_tile + kvine::start_of_super(packing, g / kvine::kGroupsOfSuper);
+        group = of_tile + kvine::start_of_group(packing, g);
+        for (std::int64_t line = 0; line < kvine::bytes_of_group(packing); line += 64)
+            __builtin_prefetch(group + kAheadBytes + line);
+    }
+};
+
+// y of one row, with the sums in registers.
+template <class Lanes, Packing packing, int Tiles>
+void multiply_row(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t tile,
+                  std::int64_t apart) {
+    typename Lanes::Floats sums[Tiles][2];
+    for (auto& of_tile : sums) of_tile[0] = of_tile[1] = Lanes::fill(0.0f);
+    for (std::int64_t g = 0; g < product.in / kGroup; ++g)
+        for (int t = 0; t < Tiles; ++t) {
+            const Group<packing> at(product, tile + t * apart, g);
+            for (int half = 0; half < 2; ++half)
+                sums[t][half] = add_row<Lanes, packing>(
+                    Scales<Lanes, packing>(at.head, at.group, half), Lanes::template unpack<packing>(at.group, half),
+                    x.q + g * kGroup, x.scale[g], x.sum[g], sums[t][half]);
+        }
+    for (int t = 0; t < Tiles; ++t) {
+        alignas(64) float of_tile[kTileOfOutputs];
+        for (int half = 0; half < 2; ++half) Lanes::store(of_tile + half * Lanes::width, sums[t][half]);
+        store_tile(dtype, product, 0, (tile + t * apart) * kTileOfOutputs, of_tile);
+    }
+}
+
 // y of `Tiles` tiles, `tile`, `tile + apart`, ..., which are streams of their own, and of `count` rows from `row` on.
 template <class Lanes, Packing packing, int Tiles>
 void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t row,
                     std::int64_t count, std::int64_t tile, std::int64_t apart) {
     static_assert(2 * Lanes::width == kTileOfOutputs);
-    constexpr std::int64_t size = kvine::bytes_of_group(packing);
+    if (product.rows == 1) return multiply_row<Lanes, packing, Tiles>(product, dtype, x, tile, apart);
     const std::int64_t groups = product.in / kGroup;
     alignas(64) float sums[Tiles][kRowsAtATime / Tiles * kTileOfOutputs];
     for (auto& of_tile : sums) std::fill_n(of_tile, count * kTileOfOutputs, 0.0f);
     for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
-            const std::byte* of_tile = product.weight + (tile + t * apart) * kvine::bytes_of_tile(packing, product.in);
-            const std::byte* head = of_tile + kvine::start_of_super(packing, g / kvine::kGroupsOfSuper);
-            const std::byte* group = of_tile + kvine::start_of_group(packing, g);
-            for (std::int64_t line = 0; line < size; line += 64) __builtin_prefetch(group + kAheadBytes + line);
+            const Group<packing> at(product, tile + t * apart, g);
             for (int half = 0; half < 2; ++half)
-                add_group<Lanes, packing>(head, group, half, x, g * product.rows + row, count, sums[t]);
+                add_group<Lanes, packing>(at.head, at.group, half, x, g * product.rows + row, count, sums[t]);
         }
     for (int t = 0; t < Tiles; ++t)
         for (std::int64_t r = 0; r < count; ++r)
