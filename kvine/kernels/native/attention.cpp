@@ -60,8 +60,12 @@ class Stretch {
     void read_tile(std::int64_t tile, int begin, int end, const Sums& sums) {
         const std::byte *keys[kTileKeys], *values[kTileKeys];
         locate(task_, task_.tables + request_.table, kv_head_, tile, begin, end, keys, values);
-        path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_);
-        path_.score(x_, task_.group, task_.width, keys_, begin, end, scores_);
+        const int panel = static_cast<int>(2 * path_.step);  // one after another in the same place, which stays near
+        for (int at = begin / panel * panel; at < end; at += panel) {
+            const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
+            path_.turn[task_.k_dtype](keys + at, first, last, task_.width, keys_);
+            path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
+        }
         for (std::int64_t head = 0; head < task_.group; ++head) {
             const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
                                              sums.greatest[head], sums.sum[head]);
