@@ -28,23 +28,33 @@ void with_rows(std::int64_t rows, const F& f) {
     f(std::integral_constant<int, Most>{});
 }
 
+// Keys that lie side by side: few enough that a panel of wide heads stays in the nearest cache.
+template <class Lanes>
+constexpr int kPanel = 4 * Lanes::width;
+
+template <class Lanes, class Float>
+Float* at_place(Float* keys, std::int64_t width, int place) {
+    return keys + place / kPanel<Lanes> * padded<Lanes>(width) * kPanel<Lanes> + place % kPanel<Lanes>;
+}
+
 // See Path::turn.
 template <class Lanes, class Format>
 void turn(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys, const Ahead& ahead) {
     const std::int64_t whole = width - width % kTurnedDims;
     for (int first = side_before(begin); first < side_after(end); first += kTurnedKeys) {
         for (int i = 0; ahead.rows && i < kTurnedKeys; ++i) ahead.fetch(first + i);
+        float* to = at_place<Lanes>(keys, width, first);
         const std::byte* of[kTurnedKeys];
         for (int i = 0; i < kTurnedKeys; ++i) of[i] = rows[std::clamp(first + i, begin, end - 1)];
         for (std::int64_t at = 0; at < whole; at += kTurnedDims)
-            Lanes::template turn<Format>(of, at * Format::size, keys + at * kTileKeys + first);
+            Lanes::template turn<Format>(of, at * Format::size, to + at * kPanel<Lanes>);
         if (whole == width) continue;
         std::byte rest[kTurnedKeys][kTurnedDims * Format::size] = {};
         for (int i = 0; i < kTurnedKeys; ++i) {
             std::memcpy(rest[i], of[i] + whole * Format::size, (width - whole) * Format::size);
             of[i] = rest[i];
         }
-        Lanes::template turn<Format>(of, 0, keys + whole * kTileKeys + first);
+        Lanes::template turn<Format>(of, 0, to + whole * kPanel<Lanes>);
     }
 }
 
@@ -56,7 +66,7 @@ void score_block(const float* x, std::int64_t width, const float* keys, float* s
         for (auto& sum : of_row) sum = Lanes::zero();
     for (std::int64_t d = 0; d < width; ++d) {
         typename Lanes::Floats key[Vectors];
-        for (int v = 0; v < Vectors; ++v) key[v] = Lanes::load(keys + d * kTileKeys + v * Lanes::width);
+        for (int v = 0; v < Vectors; ++v) key[v] = Lanes::load(keys + d * kPanel<Lanes> + v * Lanes::width);
         for (int r = 0; r < Rows; ++r) {
             const typename Lanes::Floats factor = Lanes::fill(x[r * stride + d]);
             for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::fma(factor, key[v], sums[r][v]);
@@ -73,14 +83,20 @@ void score(const float* x, std::int64_t rows, std::int64_t width, const float* k
     for (std::int64_t row = 0; row < rows; row += kBlockRows)
         with_rows(std::min<std::int64_t>(rows - row, kBlockRows), [&](auto count) {
             constexpr int kRows = decltype(count)::value, kLeast = kSideBySide / Lanes::width;
-            constexpr int kMost = std::min(kRows == 1 ? 8 : kRows <= 3 ? 4 : 2, kTileKeys / Lanes::width);
+            constexpr int kMost = kRows <= 3 ? 4 : 2;
             const float* from = x + row * padded<Lanes>(width);
             float* to = scores + row * kTileKeys;
             int place = side_before(begin);
-            for (; place + kMost * Lanes::width <= side_after(end); place += kMost * Lanes::width)
-                score_block<Lanes, kRows, kMost>(from, width, keys + place, to + place);
-            for (; place < end; place += kSideBySide)
-                score_block<Lanes, kRows, kLeast>(from, width, keys + place, to + place);
+            while (place < end) {
+                const float* panel = at_place<Lanes>(keys, width, place);
+                const bool most = place % (kMost * Lanes::width) == 0 && place + kMost * Lanes::width <= side_after(end);
+                if (most) {
+                    score_block<Lanes, kRows, kMost>(from, width, panel, to + place);
+                } else {
+                    score_block<Lanes, kRows, kLeast>(from, width, panel, to + place);
+                }
+                place += most ? kMost * Lanes::width : kSideBySide;
+            }
         });
 }
 

@@ -74,10 +74,14 @@ class Stretch {
 
     void read_tile(const Tile& tile, const Tile& next, const Sums& sums) {
         const auto [begin, end] = std::pair(tile.begin, tile.end);
-        const Ahead own_values{tile.values, task_.width * size_of(task_.v_dtype)};
         const Ahead next_keys{next.keys, task_.width * size_of(task_.k_dtype)};
-        path_.turn[task_.k_dtype](tile.keys, begin, end, task_.width, keys_, own_values);
-        path_.score(x_, task_.group, task_.width, keys_, begin, end, scores_);
+        const int panel = static_cast<int>(2 * path_.step);  // one after another in the same place, which stays near
+        for (int at = begin / panel * panel; at < end; at += panel) {
+            const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
+            const Ahead own_values{tile.values + at, task_.width * size_of(task_.v_dtype)};
+            path_.turn[task_.k_dtype](tile.keys + at, first, last, task_.width, keys_, own_values);
+            path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
+        }
         for (std::int64_t head = 0; head < task_.group; ++head) {
             const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
                                              sums.greatest[head], sums.sum[head]);

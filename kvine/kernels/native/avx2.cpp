@@ -65,7 +65,7 @@ struct Avx2 {
 
     template <class Format>
     static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
-        turn_avx2<Format>(rows, at, to);
+        turn_avx2<Format, 4 * width>(rows, at, to);
     }
 };
 

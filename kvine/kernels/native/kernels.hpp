@@ -228,7 +228,8 @@ struct Path {
     // read; x, sums and widened rows are in fp32, `stride` apart, which is the width filled up to whole steps. Values are in
     // the order that their dtype is widened in: at place i of a step is number order[dtype][i] of it.
     const int* order[kNumDTypes];
-    // Lays keys side by side, [stride, kTileKeys]. Begin and end are rounded outwards to what `score` takes at once.
+    // Lays keys side by side, in panels of 2 * step places: [panels, stride, 2 * step]. Begin and end are rounded outwards to
+    // what `score` takes at once.
     void (*turn[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* keys,
                              const Ahead& ahead);
     void (*score)(const float* x, std::int64_t count, std::int64_t width, const float* keys, int begin, int end,

@@ -8,8 +8,8 @@
 //   from(least, x, v)       v where x is not less than `least`, and 0 elsewhere
 //   widen<Format>(stored)   2 * width numbers at any address as two vectors, in an order of its choice: at place i of
 //                           the two is number place<Format>(i)
-//   turn<Format>(rows, at, to)  kTurnedDims numbers from byte `at` of each of kTurnedKeys rows, in their order: number d of
-//                           row k goes to to[d * kTileKeys + k]
+//   turn<Format>(rows, at, to)  kTurnedDims numbers from byte `at` of each of kTurnedKeys rows, in their order: number d
+//                           of row k goes to to[d * 4 * width + k]
 #pragma once
 
 #include "formats.hpp"

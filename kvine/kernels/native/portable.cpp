@@ -84,7 +84,7 @@ struct Portable {
     static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
         for (int d = 0; d < kTurnedDims; ++d)
             for (int k = 0; k < kTurnedKeys; ++k)
-                to[d * kvine::kTileKeys + k] = load_scalar<Format>(rows[k] + at + d * Format::size);
+                to[d * 4 * width + k] = load_scalar<Format>(rows[k] + at + d * Format::size);
     }
 };
 

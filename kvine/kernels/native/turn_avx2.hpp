@@ -43,21 +43,22 @@ void split_units(__m256 units, __m256& even, __m256& odd) {
     }
 }
 
-template <class Format>
+// Number d of row k goes to to[d * Stride + k].
+template <class Format, int Stride>
 void turn_avx2(const std::byte* const* rows, std::int64_t at, float* to) {
     constexpr int kUnitDims = 4 / Format::size;
     for (int first = 0; first < kTurnedDims; first += 4 * kUnitDims) {
         __m256 units[4];
         turn_units(rows, at + first * Format::size, units);
         for (int u = 0; u < 4; ++u) {
-            float* place = to + (first + u * kUnitDims) * kvine::kTileKeys;
+            float* place = to + (first + u * kUnitDims) * Stride;
             if constexpr (kUnitDims == 1) {
                 _mm256_storeu_ps(place, units[u]);
             } else {
                 __m256 even, odd;
                 split_units<Format>(units[u], even, odd);
                 _mm256_storeu_ps(place, even);
-                _mm256_storeu_ps(place + kvine::kTileKeys, odd);
+                _mm256_storeu_ps(place + Stride, odd);
             }
         }
     }
