@@ -97,7 +97,8 @@ struct Scales {
     Scales(const std::byte* head, const std::byte* group, int half) {
         using kvine::Scaling;
         constexpr Scaling scaling = kvine::scaling_of(packing);
-        const std::byte* own = group + kvine::quants_of_group(packing);
+        constexpr std::int64_t kQuants = kvine::quants_of_group(packing);
+        const std::byte* own = group + kQuants;
         const std::byte* halves = (kvine::is_super(packing) ? head : own) + half * 2 * Lanes::width;
         const std::byte* bytes = own + half * Lanes::width;
         for (int p = 0; p < kParts<packing>; ++p) {
@@ -144,17 +145,18 @@ void add_group(const std::byte* head, const std::byte* group, int half, const Qu
 // How far ahead of its use a weight is fetched. Past the end of the tensor this fetches nothing that is needed.
 constexpr std::int64_t kAheadBytes = 1536;
 
-// Group `g` of a tile, and the superblock that it is part of; fetches what comes later.
+// Group `g` of a tile, and the superblock that it is part of; fetches what comes later. What depends on the packing alone
+// is a constant, which the compiler does not see by itself where a function has other arguments too.
 template <Packing packing>
 struct Group {
     const std::byte *head, *group;
 
-    Group(const kvine::Product& product, std::int64_t tile, std::int64_t g) {
-        const std::byte* of_tile = product.weight + tile * kvine::bytes_of_tile(packing, product.in);
-        head = of_tile + kvine::start_of_super(packing, g / kvine::kGroupsOfSuper);
-        group = of_tile + kvine::start_of_group(packing, g);
-        for (std::int64_t line = 0; line < kvine::bytes_of_group(packing); line += 64)
-            __builtin_prefetch(group + kAheadBytes + line);
+    Group(const std::byte* tile, std::int64_t g) {
+        constexpr std::int64_t kSize = kvine::bytes_of_group(packing), kHead = kvine::head_of_super(packing);
+        constexpr std::int64_t kSuper = kHead + kvine::kGroupsOfSuper * kSize;
+        head = tile + g / kvine::kGroupsOfSuper * kSuper;
+        group = kvine::is_super(packing) ? head + kHead + g % kvine::kGroupsOfSuper * kSize : tile + g * kSize;
+        for (std::int64_t line = 0; line < kSize; line += 64) __builtin_prefetch(group + kAheadBytes + line);
     }
 };
 
@@ -164,9 +166,10 @@ void multiply_row(const kvine::Product& product, kvine::DType dtype, const Quant
                   std::int64_t apart) {
     typename Lanes::Floats sums[Tiles][2];
     for (auto& of_tile : sums) of_tile[0] = of_tile[1] = Lanes::fill(0.0f);
-    for (std::int64_t g = 0; g < product.in / kGroup; ++g)
+    const std::int64_t groups = product.in / kGroup, size = kvine::bytes_of_tile(packing, product.in);
+    for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
-            const Group<packing> at(product, tile + t * apart, g);
+            const Group<packing> at(product.weight + (tile + t * apart) * size, g);
             for (int half = 0; half < 2; ++half)
                 sums[t][half] = add_row<Lanes, packing>(
                     Scales<Lanes, packing>(at.head, at.group, half), Lanes::template unpack<packing>(at.group, half),
@@ -185,12 +188,12 @@ void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Qua
                     std::int64_t count, std::int64_t tile, std::int64_t apart) {
     static_assert(2 * Lanes::width == kTileOfOutputs);
     if (product.rows == 1) return multiply_row<Lanes, packing, Tiles>(product, dtype, x, tile, apart);
-    const std::int64_t groups = product.in / kGroup;
+    const std::int64_t groups = product.in / kGroup, size = kvine::bytes_of_tile(packing, product.in);
     alignas(64) float sums[Tiles][kRowsAtATime / Tiles * kTileOfOutputs];
     for (auto& of_tile : sums) std::fill_n(of_tile, count * kTileOfOutputs, 0.0f);
     for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
-            const Group<packing> at(product, tile + t * apart, g);
+            const Group<packing> at(product.weight + (tile + t * apart) * size, g);
             for (int half = 0; half < 2; ++half)
                 add_group<Lanes, packing>(at.head, at.group, half, x, g * product.rows + row, count, sums[t]);
         }
