@@ -161,7 +161,6 @@ void add(const float* weights, std::int64_t count, std::int64_t width, const std
             float* to = sums + row * padded<Lanes>(width);
             std::int64_t at = 0;
             for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
-            for (; at + kSteps * kStep<Lanes> <= width; at += kSteps * kStep<Lanes>)
                 add_block<Lanes, Format, kRows, kSteps, true>(from, at, width, rows, begin, end, to,
                                                               row == 0 && at == 0 ? ahead : kNone);
             for (; at + kStep<Lanes> <= width; at += kStep<Lanes>)
