@@ -1,9 +1,9 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -14,12 +14,13 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine, ModelCall
-from kvine.engine.request import Event, FinishReason, checked_ids
+from kvine.engine.request import Event, checked_ids
 from kvine.engine.resources import checked_threads
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
+from kvine.generation import Generation, Timings, Usage
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
@@ -29,47 +30,6 @@ from kvine.text.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request: its prompt, how many of those came from the cache, and what was generated."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall time of a request: until its first token (seconds, waiting included), and per further token (ms, mean)."""
-
-    prefill_s: float
-    decode_ms: float
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a request has come to.
-
-    Attributes:
-        text: the answer, without EOS and stop strings.
-        token_ids: the generated ids, the ending one included.
-        finish_reason: `stop`, `length`, `context` or `abort`, see `Event`.
-        detail: with `context`, what was full and what to do.
-        logprobs: a sample for each token, if they were asked for.
-        prompt_ids: the prompt as it was fed.
-        usage, timings: see there.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    detail: str | None
-    logprobs: list[Sample] | None
-    prompt_ids: list[int]
-    usage: Usage
-    timings: Timings
 
 
 class TextGeneration(Iterator[str]):
@@ -92,19 +52,25 @@ class TextGeneration(Iterator[str]):
         weakref.finalize(self, llm._forgotten.append, (engine, self.request_id)).atexit = False
 
     def __next__(self) -> str:
+        with self._llm.lock:
+            if piece := self._next_piece():
+                return piece
+        assert self._last is not None
+        if self._last.error is not None:
+            raise self._last.error
+        raise StopIteration
+
+    def _next_piece(self) -> str:
         while self._last is None:
+            if piece := self._text.take():  # of a step that another thread has made
+                return piece
             if self._cancelled or not self._engine.busy:
                 self.close()
                 break
             self._llm._pump(self._engine)
             if piece := self._text.take():
                 return piece
-        if piece := self._text.finish():
-            return piece
-        assert self._last is not None
-        if self._last.error is not None:
-            raise self._last.error
-        raise StopIteration
+        return self._text.finish()
 
     @property
     def token_ids(self) -> list[int]:
@@ -133,11 +99,12 @@ class TextGeneration(Iterator[str]):
 
     def close(self) -> None:
         """Ends the request now and frees what it holds."""
-        if self._last is None:
-            self._engine.abort(self.request_id)
-            self._llm._drain(self._engine)
-        if self._last is None:  # Ctrl-C between a step and its delivery: no event is coming
-            self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
+        with self._llm.lock:
+            if self._last is None:
+                self._engine.abort(self.request_id)
+                self._llm._drain(self._engine)
+            if self._last is None:  # Ctrl-C between a step and its delivery: no event is coming
+                self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
 
     def cancel(self) -> None:
         """Has the request end before its next model call. For a signal handler, which must not `close` in mid-step."""
@@ -157,6 +124,8 @@ class TextGeneration(Iterator[str]):
 
 class LLM:
     """A language model that answers through the block cache.
+
+    Threads may share it: their requests run side by side in the same steps, of which one thread at a time makes one.
 
     Args:
         model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
@@ -199,6 +168,7 @@ class LLM:
         self.engine = build_engine(self.engine_config, self.parts)
         self.dense = DenseRunner(self.model.decoder, dense_attention(self.model, self.cache_config), self.model.device)
         self.cache_free_engine = cache_free_engine(self.parts, self.dense)
+        self.lock = threading.RLock()  # held by whoever changes the engine
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
         self._forgotten: list[tuple[Engine, int]] = []
 
@@ -335,13 +305,14 @@ class LLM:
             RequestError: if there is nothing to compute, or the cache is closed or another LLM's.
             ContextLengthError: if the model's context or the cache has no room.
         """
-        self._end_forgotten()
         if cache is not None and cache.runner is not self.parts.runner:
             raise RequestError("This cache belongs to another LLM: begin a new one.")
-        if cache is None:
-            assert isinstance(self.parts.runner, Runner)
-            cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
-        return cache.extend(self._ids(ids), last=last), cache
+        with self.lock:
+            self._end_forgotten()
+            if cache is None:
+                assert isinstance(self.parts.runner, Runner)
+                cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
+            return cache.extend(self._ids(ids), last=last), cache
 
     def explain(
         self, prompt: Prompt, *, steps: int = 4, layer: int | None = None, head: int | None = None, top: int = 10
@@ -358,8 +329,9 @@ class LLM:
         Raises:
             RequestError, ContextLengthError, StepError: see `kvine.explain.explain`.
         """
-        self._end_forgotten()
-        return explain(self, self._ids(prompt), steps=steps, layer=layer, head=head, top=top)
+        with self.lock:
+            self._end_forgotten()
+            return explain(self, self._ids(prompt), steps=steps, layer=layer, head=head, top=top)
 
     def trace(self, on_call: Callable[[ModelCall], None] | None) -> None:
         """Has a function called after each model call; None stops it."""
@@ -378,10 +350,11 @@ class LLM:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Say how to sample with SamplingParams(...), not with {params!r}.")
-        self._end_forgotten()
         engine = self.engine if use_cache else self.cache_free_engine
-        request = TextGeneration(self, engine, prompt_ids, params)
-        self._live[id(engine), request.request_id] = request
+        with self.lock:
+            self._end_forgotten()
+            request = TextGeneration(self, engine, prompt_ids, params)
+            self._live[id(engine), request.request_id] = request
         return request
 
     def _pump(self, engine: Engine) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -469,3 +470,16 @@ def test_ctrl_c_waits_until_the_bookkeeping_of_a_step_is_done(llm: LLM, monkeypa
     llm.engine.manager.check()
     assert text + "".join(stream) == expected, "the interrupted step's token is lost"
     assert llm.engine.manager.bytes_referenced == 0
+
+
+def test_threads_share_an_llm(llm: LLM) -> None:
+    """Each gets what it would get alone, whoever makes the steps."""
+    prompts = ["abc", "the", "x y z", "abcd", "q"] * 3
+    alone = [llm.generate(prompt, TEN).text for prompt in prompts]
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda prompt: llm.generate(prompt, TEN).text, prompts))
+        streamed = list(pool.map(lambda prompt: "".join(llm.stream(prompt, TEN)), prompts))
+        stepped = list(pool.map(lambda prompt: llm.forward(prompt, last=True)[0], prompts))
+    assert together == streamed == alone
+    assert all(len(logits) == 1 for logits in stepped)
+    nothing_held(llm)

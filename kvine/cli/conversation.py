@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from kvine.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvine.llm import LLM, Generation, TextGeneration
+    from kvine.generation import Generation
+    from kvine.llm import LLM, TextGeneration
     from kvine.sampling.params import SamplingParams
 
 

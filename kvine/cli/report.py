@@ -8,7 +8,8 @@ from kvine.cli.terminal import human_bytes, note, show
 
 if TYPE_CHECKING:
     from kvine.engine.engine import ModelCall
-    from kvine.llm import LLM, Generation
+    from kvine.generation import Generation
+    from kvine.llm import LLM
     from kvine.sampling.sampler import Sample
     from kvine.text.tokenizer import Tokenizer
 
