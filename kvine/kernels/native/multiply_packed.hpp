@@ -63,11 +63,18 @@ void quantize(const kvine::Product& product, const Quantized& to, std::int64_t b
 
 template <class Format>
 void store_tile(const kvine::Product& product, std::int64_t row, std::int64_t out, const float* sums) {
+    std::byte* y = product.y + (row * product.out + out) * Format::size;
+    float biased[kTileOfOutputs];
     const std::int64_t count = std::min<std::int64_t>(kTileOfOutputs, product.out - out);
-    for (std::int64_t o = 0; o < count; ++o) {
-        float y = sums[o];
-        if (product.bias) y += load_scalar<Format>(product.bias + (out + o) * Format::size);
-        store_scalar<Format>(product.y + (row * product.out + out + o) * Format::size, y);
+    if (product.bias) {
+        for (std::int64_t o = 0; o < count; ++o)
+            biased[o] = sums[o] + load_scalar<Format>(product.bias + (out + o) * Format::size);
+        sums = biased;
+    }
+    if (count == kTileOfOutputs) {  // a constant, so that it becomes vectors
+        for (int o = 0; o < kTileOfOutputs; ++o) store_scalar<Format>(y + o * Format::size, sums[o]);
+    } else {
+        for (std::int64_t o = 0; o < count; ++o) store_scalar<Format>(y + o * Format::size, sums[o]);
     }
 }
 
