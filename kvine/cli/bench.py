@@ -35,11 +35,11 @@ class MeasureOptions:
         int | None,
         _option("Measure", "Tokens of the long prompt; by default a fixed text, 1,929 for SmolLM2."),
     ] = None
-    weights: Annotated[str, _option("Model", "As generate has it: exact, or auto to keep them packed.")] = "exact"
+    weights: Annotated[str, _option("Model", "As in generate: exact, auto to keep them packed, q8 or q4.")] = "exact"
     dtype: Annotated[str, _option("Model", "auto, fp32, bf16 or fp16.")] = "auto"
     device: Annotated[str, _option("Model", "auto, cpu, cuda or mps.")] = "auto"
     threads: Annotated[
-        int | None, _option("Model", "CPU threads; by default as many cores as the process may use.")
+        int | None, _option("Model", "CPU threads; by default OMP_NUM_THREADS, or all usable cores.")
     ] = None
     timeout: Annotated[float, _option("Measure", "Seconds that an engine may take for one answer.")] = 900.0
 
@@ -118,14 +118,14 @@ def bench(
 
     with EvidenceProgress("measurements") as progress:
         outcome = run_bench(source, settings, peers, progress=progress, tell=note)
-    if plot is not None:
-        from kvine.evidence.bench.picture import draw_bench
-
-        draw_bench(outcome, plot)
     if json:
         write_json(bench_json(outcome))
     else:
         show_output(*show_bench(outcome))
+    if plot is not None:
+        from kvine.evidence.bench.picture import draw_bench
+
+        draw_bench(outcome, plot)
 
 
 def _pairs(option: str, given: Sequence[str], named: Sequence[str]) -> dict[str, str]:

@@ -79,7 +79,7 @@ class ModelOptions:
     ] = DEFAULT_MODEL
     device: Annotated[str, _model("auto, cpu, cuda or mps.")] = "auto"
     dtype: Annotated[str, _model("auto, fp32, bf16 or fp16.")] = "auto"
-    threads: Annotated[int | None, _model("CPU threads; by default as many cores as the process may use.")] = None
+    threads: Annotated[int | None, _model("CPU threads; by default OMP_NUM_THREADS, or all usable cores.")] = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A whole bench on a tiny model, Kvine beside the transformers of this Python, each in its own process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_the_cache_is_compared_with_doing_without(outcome: Bench) -> None:
 def test_it_is_drawn(outcome: Bench, tmp_path: Path) -> None:
     draw_bench(outcome, tmp_path / "bench.svg")
     assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+@pytest.mark.parametrize("kept", [("decode",), ("batch",)])
+def test_a_picture_has_panels_only_for_what_was_measured(kept: tuple[str, ...], outcome: Bench, tmp_path: Path) -> None:
+    rows = tuple(row for row in outcome.rows if row.what in kept)
+    assert rows
+    draw_bench(replace(outcome, rows=rows), tmp_path / "bench.svg")
+    assert (tmp_path / "bench.svg").read_text().count('<g id="axes_') == 1
 
 
 def test_prompts_fit_the_model(source: ModelSource) -> None:

@@ -19,12 +19,21 @@ def draw_bench(outcome: Bench, path: Path) -> None:
     """Times as bars and token rates over the batch, a colour for each engine; black and dotted are the floors."""
     colours = dict(zip((entrant.name for entrant in outcome.entrants), COLOURS, strict=False))
     machine = outcome.machine
-    title = f"{outcome.model} on {machine.cpu}, {machine.threads} threads, medians of {outcome.repeats}"
-    with plot(path, title=title, panels=2) as (times, rates):
-        _draw_times(times, [row for row in outcome.rows if row.what in NAMES], colours)
-        _draw_rates(rates, [row for row in outcome.rows if row.is_rate], colours)
-        handles = [times.plot([], [], "s", color=colours[entrant.name])[0] for entrant in outcome.entrants]
-        times.legend(handles, [f"{entrant.name}, {entrant.weights}" for entrant in outcome.entrants])
+    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
+    title = f"{outcome.model} on {machine.cpu}, {threads}, medians of {outcome.repeats}"
+    drawn = [
+        (draw, rows)
+        for draw, rows in (
+            (_draw_times, [row for row in outcome.rows if row.what in NAMES]),
+            (_draw_rates, [row for row in outcome.rows if row.is_rate]),
+        )
+        if rows
+    ]
+    with plot(path, title=title, panels=max(1, len(drawn))) as panels:
+        for panel, (draw, rows) in zip(panels, drawn, strict=False):
+            draw(panel, rows, colours)
+        handles = [panels[0].plot([], [], "s", color=colours[entrant.name])[0] for entrant in outcome.entrants]
+        panels[0].legend(handles, [f"{entrant.name}, {entrant.weights}" for entrant in outcome.entrants])
 
 
 def _draw_times(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> None:
