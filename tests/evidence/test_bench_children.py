@@ -208,7 +208,7 @@ def test_a_peer_whose_python_was_named_must_work(fake, habits: dict[str, str], s
 
 
 def test_a_python_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be started: No such file"):
+    with pytest.raises(ConfigError, match="cannot be started: there is no such program"):
         play(Peer("transformers", str(tmp_path / "python")))
 
 

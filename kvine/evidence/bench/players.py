@@ -1,6 +1,7 @@
 """Who can be measured, how its process is started, and which file it is given."""
 
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -55,6 +56,8 @@ class Peer:
             raise ConfigError(f"There is no peer {self.name!r}: choose among {', '.join(PEERS)}.")
         if self.model is not None and not self.model.exists():
             raise ConfigError(f"The model of {self.name}, {self.model}, does not exist.")
+        if self.python is not None and shutil.which(self.python) is None:
+            raise ConfigError(f"The Python of {self.name}, {self.python}, cannot be started: there is no such program.")
 
     def file(self, source: ModelSource) -> Path | None:
         """What it reads; None where it cannot read Kvine's file and was given no other."""
