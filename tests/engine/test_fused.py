@@ -108,6 +108,19 @@ def test_threads_change_no_bit(threads: int, tiny: Make) -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "F32"])
+def test_threads_share_a_step_of_several_rows(quant: str, threads: int, tiny: Make) -> None:
+    """Each stage has rows of its own for each thread, or columns; none is left out, and none is another's."""
+    theirs, folder = tiny("llama")
+    model = load(write_gguf(theirs, folder, quant), "fp32", "gguf", "auto")
+    torch.set_num_threads(threads)
+    try:
+        same_bits(model, CACHES["whole"])
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1"])
 def test_packed_and_exact_weights_mixed(quant: str, tiny: Make) -> None:
     """Rows of 64 are packed, those of 90 (down) cannot be."""

@@ -36,9 +36,11 @@ void with_team(std::int64_t useful, int num_threads, const Body& body) {
     body();
 }
 
-// Shares `count` things out to a team of their own.
+// Shares `count` things out to a team of their own. A member of a team that wants all of them for itself asks for one
+// thread: within a team, `part_of` would give it its part only.
 template <class Work>
 void share(std::int64_t count, std::int64_t useful, int num_threads, const Work& work) {
+    if (num_threads <= 1) return work(std::int64_t{0}, count);
     with_team(std::min(useful, count), num_threads, [&] {
         const Part part = part_of(count);
         work(part.begin, part.end);
