@@ -1,6 +1,5 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -168,7 +167,8 @@ class LLM:
         self.engine = build_engine(self.engine_config, self.parts)
         self.dense = DenseRunner(self.model.decoder, dense_attention(self.model, self.cache_config), self.model.device)
         self.cache_free_engine = cache_free_engine(self.parts, self.dense)
-        self.lock = threading.RLock()  # held by whoever changes the engine
+        assert isinstance(self.parts.runner, Runner)
+        self.lock = self.parts.runner.lock  # held by whoever changes an engine
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
         self._forgotten: list[tuple[Engine, int]] = []
 

@@ -1,5 +1,6 @@
 """Turns a step into one model call: block tables into a ragged batch, hidden states into the logits that are wanted."""
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -51,6 +52,7 @@ class Runner:
         self.manager = manager
         self.device = device
         self.fused = fused
+        self.lock = threading.RLock()  # held by whoever changes the cache or what is in it
         self.observer: Observer | None = None
 
     @torch.inference_mode()

@@ -67,7 +67,10 @@ class SteppedCache:
             RequestError: if there is nothing to compute, or the cache is closed.
             ContextLengthError: if the model's context or the cache has no room; nothing has changed then.
         """
-        sequence = self._held
+        with self._runner.lock:
+            return self._extend(self._held, token_ids, last)
+
+    def _extend(self, sequence: CachedSequence, token_ids: Sequence[int], last: bool) -> Tensor:
         if not token_ids:
             raise RequestError("Give at least one token to compute.")
         held = len(self)
@@ -126,11 +129,13 @@ class SteppedCache:
         """
         if num_tokens < 0:
             raise RequestError(f"crop takes the number of tokens that stay, 0 or more, not {num_tokens}.")
-        return self._manager.crop(self._held, num_tokens)
+        with self._runner.lock:
+            return self._manager.crop(self._held, num_tokens)
 
     def fork(self) -> "SteppedCache":
         """A second cache with the same past; blocks are shared until one of the two writes."""
-        return SteppedCache(self._runner, self._config, self._max_context, self._manager.fork(self._held))
+        with self._runner.lock:
+            return SteppedCache(self._runner, self._config, self._max_context, self._manager.fork(self._held))
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -151,5 +156,6 @@ class SteppedCache:
 
 
 def _free(runner: Runner, sequence: CachedSequence) -> None:
-    runner.manager.release(sequence, keep_tail=False)
-    runner.give_back()
+    with runner.lock:  # whoever drops a cache may not be the thread that is in mid-step
+        runner.manager.release(sequence, keep_tail=False)
+        runner.give_back()

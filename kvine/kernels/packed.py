@@ -118,7 +118,9 @@ class PackedWeight:
         Q8_0 rounds to multiples of a 127th of a group's greatest: by half of that at most. Q4_1 divides what lies
         between a group's least and greatest into 15 steps, and then fits scale, least value and numbers to each other
         by least squares: of normally distributed weights 7.3% is lost, in root mean square, where the steps alone
-        would lose 7.8%. Both round scale and least value to fp16. A group with an infinity or a NaN becomes NaN.
+        would lose 7.8%. Both round scale and least value to fp16, which ends at 65,504 and 6e-8: a group with weights
+        beyond 8e6 (Q8_0) or 65,504 (Q4_1) becomes NaN, as does one with an infinity or a NaN, and weights are no nearer
+        than 4e-6 (Q8_0) or 5e-7 (Q4_1), whatever their size.
         """
         assert packing in ROUNDED and values.dim() == 2 and values.shape[1] % GROUP == 0
         native, values = kernels.require_native(), values.contiguous()

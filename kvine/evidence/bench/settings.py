@@ -10,6 +10,7 @@ from kvine.text.tokenizer import Tokenizer
 WHAT = ("ready", "prefill", "decode", "batch", "prefix_hit", "peak_memory", "cache_free")
 MOST_REQUESTS = 256  # what an engine runs at once
 PATIENCE = 900.0
+MOST_PATIENCE = 86_400.0  # a day
 WARM_UP_TOKENS = 16
 
 
@@ -49,8 +50,10 @@ class Settings:
             raise RequestError(f"A batch has 1 to {MOST_REQUESTS} requests.")
         if self.context is not None and self.context < 2:
             raise RequestError("A context has at least 2 tokens.")
-        if self.patience <= 0:
-            raise RequestError("An engine needs some time to answer: give a positive timeout.")
+        if not 0 < self.patience <= MOST_PATIENCE:
+            raise RequestError(
+                f"An engine needs some time to answer: give a timeout of up to {MOST_PATIENCE:,.0f} seconds."
+            )
 
     def wants(self, *what: str) -> bool:
         """Whether any of these is to be measured."""
