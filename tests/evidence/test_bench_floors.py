@@ -1,5 +1,6 @@
 """Floors by hand computation, the machine's rates, and what rows make of figures."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def test_the_buffer_is_several_times_the_largest_cache(tmp_path: Path) -> None:
         ({"batches": (1, 0)}, "1 to 256"),
         ({"batches": (257,)}, "1 to 256"),
         ({"context": 1}, "at least 2"),
-        ({"patience": 0.0}, "positive timeout"),
+        ({"patience": 0.0}, "timeout of up to"),
+        ({"patience": math.inf}, "timeout of up to"),
+        ({"patience": math.nan}, "timeout of up to"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: dict, says: str) -> None:
