@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvine.kernels import _native
 
 VARIABLE = "KVINE_KERNELS"
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "portable")
 REMEDY = "To have them, install a C++17 compiler (GCC or Clang) with OpenMP, and then Kvine again."
 
 

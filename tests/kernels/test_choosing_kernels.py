@@ -43,14 +43,14 @@ def test_the_environment_forces_a_path_and_else_it_is_the_fastest(monkeypatch: p
 
 def test_a_path_that_is_unknown_or_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "sse9")
-    with pytest.raises(ConfigError, match=r"'sse9'.*avx512, avx2, portable, off"):
+    with pytest.raises(ConfigError, match=r"'sse9'.*avx512vnni, avx512, avxvnni, avx2, portable, off"):
         kernels.chosen()
     native = kernels._load_native()
     assert native is not None
     only = SimpleNamespace(paths=lambda: native.paths()[-1:], FP32=0, BF16=1, FP16=2, SILU=0, GELU_TANH=1)
     monkeypatch.setattr(kernels, "_load_native", lambda: only)
     assert kernels.available() == ("portable",) and kernels.load("portable").name == "portable"
-    for name in ("avx2", "avx512"):
+    for name in kernels.INSTRUCTION_SETS[:-1]:
         with pytest.raises(ConfigError, match=f"cannot run {name} kernels.*portable, off"):
             kernels.load(name)
 

@@ -116,6 +116,15 @@ def test_a_row_depends_on_itself_alone(path: str, packing: str) -> None:
     assert product(x[:0]).shape == (0, 300)
 
 
+@every_packing
+def test_instruction_sets_differ_in_no_bit(packing: str) -> None:
+    """But for plain C++, which rounds a product before it adds it."""
+    weight = PackedWeight.from_blocks(rounded_blocks(randn(75, 768), packing)[0], packing)
+    x = randn(66, 768, seed=1)
+    results = [PackedLinear(kernels.load(name), weight, None, torch.float32)(x) for name in kernels.available()[:-1]]
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
 @every_path
 @every_packing
 def test_extremes(path: str, packing: str) -> None:

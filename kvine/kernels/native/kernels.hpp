@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace kvine {
 
@@ -179,10 +180,12 @@ static constexpr std::int64_t bytes_of(Packing packing, std::int64_t in, std::in
 }
 
 // Rows of x in groups of 32 whole numbers from -127 to 127 and a scale, whatever their number. Group by group: the
-// numbers [groups, rows, 32], the scales and the groups' sums, scale included, [groups, rows].
+// numbers [groups, rows, 32], the scales and the groups' sums, scale included, [groups, rows], and the sums of the numbers
+// of each half of a group [groups, rows, 2].
 struct Quantized {
     std::int8_t* q;
     float *scale, *sum;
+    std::int32_t* halves;
 };
 
 // y = x Wᵀ + b with a packed weight, of any number of rows.
@@ -249,11 +252,14 @@ struct Path {
 
 extern const Path portable;
 #ifdef KVINE_X86
-extern const Path avx2, avx512;
+extern const Path avx2, avx512, avx512vnni;
+#ifdef KVINE_AVXVNNI
+extern const Path avxvnni;
+#endif
 #endif
 
-// Whether this CPU and its system run the path.
-bool runs_here(const Path& path);
+// The paths that this CPU and its system run, the fastest first.
+std::vector<const Path*> paths_here();
 
 // Bytes of weights that a product reads from memory.
 std::int64_t weight_bytes(DType dtype, const Product& product);

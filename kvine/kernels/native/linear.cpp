@@ -14,10 +14,18 @@ namespace {
 constexpr std::size_t kCacheLineFloats = 16;
 
 #ifdef KVINE_X86
-bool has_f16c() {  // which not every compiler lets __builtin_cpu_supports ask for
+// What not every compiler lets __builtin_cpu_supports ask for.
+bool has_f16c() {
     unsigned eax, ebx, ecx = 0, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
+
+#ifdef KVINE_AVXVNNI
+bool has_avxvnni() {
+    unsigned eax = 0, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+#endif
 #endif
 
 // Room for x in fp32: the calling thread's own, kept from call to call.
@@ -30,13 +38,22 @@ float* scratch(std::size_t count) {
 
 }  // namespace
 
-bool runs_here(const Path& path) {
+std::vector<const Path*> paths_here() {
+    std::vector<const Path*> paths;
 #ifdef KVINE_X86
-    const bool avx2_runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (&path == &avx512) return avx2_runs && __builtin_cpu_supports("avx512f");
-    if (&path == &avx2) return avx2_runs;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+        if (__builtin_cpu_supports("avx512f")) {
+            if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) paths.push_back(&avx512vnni);
+            paths.push_back(&avx512);
+        }
+#ifdef KVINE_AVXVNNI
+        if (has_avxvnni()) paths.push_back(&avxvnni);
 #endif
-    return &path == &portable;
+        paths.push_back(&avx2);
+    }
+#endif
+    paths.push_back(&portable);
+    return paths;
 }
 
 std::int64_t weight_bytes(DType dtype, const Product& product) {

@@ -261,14 +261,9 @@ std::uint64_t fetch_all_at(std::uintptr_t data, std::int64_t size, int streams, 
     return seen;
 }
 
-// The paths that this CPU runs, the fastest first.
 nb::list paths() {
     nb::list found;
-#ifdef KVINE_X86
-    for (const Path* path : {&avx512, &avx2})
-        if (runs_here(*path)) found.append(nb::cast(path, nb::rv_policy::reference));
-#endif
-    found.append(nb::cast(&portable, nb::rv_policy::reference));
+    for (const Path* path : paths_here()) found.append(nb::cast(path, nb::rv_policy::reference));
     return found;
 }
 

@@ -1,11 +1,11 @@
 // The loops of a product with a packed weight. `PackedLanes` is what an instruction set brings for it:
 //
-//   width                      outputs that are computed side by side, 8
+//   width                      outputs that are computed side by side, 8 or 16
 //   Floats, Ints               vectors of so many numbers
 //   Weights                    a group's weights of so many outputs
-//   unpack<packing>(group, half)   those of the first or second half of a tile
-//   dot<packing>(weights, q, part)   their products with 32 numbers of x, summed exactly; with 16 of them where halves of
-//                              a group have scales of their own
+//   unpack<packing>(group, vector)   those of the first outputs of a tile, or of the second ones if a vector is half a tile
+//   dot<packing>(weights, q, part, halves)   their products with 32 numbers of x, summed exactly; with 16 of them where
+//                              halves of a group have scales of their own. `halves` are the sums of each 16 numbers of x
 //   halves(from), bytes(from)  so many numbers in fp16, or in bytes with a sign
 //   load, store, fill, mul, fma, to_floats
 #pragma once
@@ -50,14 +50,17 @@ void quantize(const kvine::Product& product, const Quantized& to, std::int64_t b
             std::memcpy(wholes, x, sizeof wholes);
             const auto zero = static_cast<std::int32_t>(to_bits(0x1.8p23f));
             for (int i = 0; i < kGroup; ++i) wholes[i] = broken ? 0 : wholes[i] - zero;
-            std::int32_t sum = 0;
-            for (int i = 0; i < kGroup; ++i) sum += wholes[i];
+            std::int32_t halves[2] = {};
+            for (int i = 0; i < kGroup / 2; ++i) halves[0] += wholes[i];
+            for (int i = kGroup / 2; i < kGroup; ++i) halves[1] += wholes[i];
             std::int8_t bytes[kGroup];
             for (int i = 0; i < kGroup; ++i) bytes[i] = static_cast<std::int8_t>(wholes[i]);
-            std::memcpy(to.q + (group * product.rows + row) * kGroup, bytes, sizeof bytes);
+            const std::int64_t at = group * product.rows + row;
+            std::memcpy(to.q + at * kGroup, bytes, sizeof bytes);
+            std::memcpy(to.halves + 2 * at, halves, sizeof halves);
             const float scale = broken ? std::numeric_limits<float>::quiet_NaN() : factor > 0 ? greatest / 127.0f : 0.0f;
-            to.scale[group * product.rows + row] = scale;
-            to.sum[group * product.rows + row] = scale * static_cast<float>(sum);
+            to.scale[at] = scale;
+            to.sum[at] = scale * static_cast<float>(halves[0] + halves[1]);
         }
 }
 
@@ -96,18 +99,22 @@ constexpr int kLargest =
 template <Packing packing>
 constexpr int kPairsIn16Bits = 32767 / (2 * 127 * kLargest<packing>);
 
-// What the numbers of a group, of half a tile, are multiplied with, and what is added to each.
+// Vectors of outputs in a tile.
+template <class Lanes>
+constexpr int kVectors = kTileOfOutputs / Lanes::width;
+
+// What the numbers of a group, of one vector of a tile, are multiplied with, and what is added to each.
 template <class Lanes, Packing packing>
 struct Scales {
     typename Lanes::Floats scale[kParts<packing>], least;
 
-    Scales(const std::byte* head, const std::byte* group, int half) {
+    Scales(const std::byte* head, const std::byte* group, int vector) {
         using kvine::Scaling;
         constexpr Scaling scaling = kvine::scaling_of(packing);
         constexpr std::int64_t kQuants = kvine::quants_of_group(packing);
         const std::byte* own = group + kQuants;
-        const std::byte* halves = (kvine::is_super(packing) ? head : own) + half * 2 * Lanes::width;
-        const std::byte* bytes = own + half * Lanes::width;
+        const std::byte* halves = (kvine::is_super(packing) ? head : own) + vector * 2 * Lanes::width;
+        const std::byte* bytes = own + vector * Lanes::width;
         for (int p = 0; p < kParts<packing>; ++p) {
             scale[p] = Lanes::halves(halves);
             if constexpr (kvine::is_super(packing))
@@ -122,30 +129,28 @@ struct Scales {
     }
 };
 
-// The sum of half a tile with the products of one group and one row of x added.
+// The sum of a vector with the products of one group and one row of x added, which are at place `at` of x.
 template <class Lanes, Packing packing>
 typename Lanes::Floats add_row(const Scales<Lanes, packing>& scales, const typename Lanes::Weights& weights,
-                               const std::int8_t* q, float x_scale, float x_sum, typename Lanes::Floats sum) {
-    const auto scale = Lanes::fill(x_scale);
+                               const Quantized& x, std::int64_t at, typename Lanes::Floats sum) {
+    const auto scale = Lanes::fill(x.scale[at]);
     for (int part = 0; part < kParts<packing>; ++part) {
-        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, q, part));
+        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, x.q + at * kGroup, part, x.halves + 2 * at));
         sum = Lanes::fma(dot, Lanes::mul(scales.scale[part], scale), sum);
     }
-    if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x_sum), sum);
+    if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x.sum[at]), sum);
     return sum;
 }
 
-// Adds one group of half a tile to the sums of `count` rows from `row` on. Each row is treated by itself.
+// Adds one group of one vector of a tile to the sums of `count` rows from `row` on. Each row is treated by itself.
 template <class Lanes, Packing packing>
-void add_group(const std::byte* head, const std::byte* group, int half, const Quantized& x, std::int64_t at,
+void add_group(const std::byte* head, const std::byte* group, int vector, const Quantized& x, std::int64_t at,
                std::int64_t count, float* sums) {
-    const Scales<Lanes, packing> scales(head, group, half);
-    const typename Lanes::Weights weights = Lanes::template unpack<packing>(group, half);
-    const std::int8_t* q = x.q + at * kGroup;
-    const float *x_scale = x.scale + at, *x_sum = x.sum + at;
+    const Scales<Lanes, packing> scales(head, group, vector);
+    const typename Lanes::Weights weights = Lanes::template unpack<packing>(group, vector);
     for (std::int64_t r = 0; r < count; ++r) {
-        float* to = sums + r * kTileOfOutputs + half * Lanes::width;
-        Lanes::store(to, add_row<Lanes, packing>(scales, weights, q + r * kGroup, x_scale[r], x_sum[r], Lanes::load(to)));
+        float* to = sums + r * kTileOfOutputs + vector * Lanes::width;
+        Lanes::store(to, add_row<Lanes, packing>(scales, weights, x, at + r, Lanes::load(to)));
     }
 }
 
@@ -171,20 +176,20 @@ struct Group {
 template <class Lanes, Packing packing, int Tiles>
 void multiply_row(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t tile,
                   std::int64_t apart) {
-    typename Lanes::Floats sums[Tiles][2];
-    for (auto& of_tile : sums) of_tile[0] = of_tile[1] = Lanes::fill(0.0f);
+    typename Lanes::Floats sums[Tiles][kVectors<Lanes>];
+    for (auto& of_tile : sums)
+        for (auto& sum : of_tile) sum = Lanes::fill(0.0f);
     const std::int64_t groups = product.in / kGroup, size = kvine::bytes_of_tile(packing, product.in);
     for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
             const Group<packing> at(product.weight + (tile + t * apart) * size, g);
-            for (int half = 0; half < 2; ++half)
-                sums[t][half] = add_row<Lanes, packing>(
-                    Scales<Lanes, packing>(at.head, at.group, half), Lanes::template unpack<packing>(at.group, half),
-                    x.q + g * kGroup, x.scale[g], x.sum[g], sums[t][half]);
+            for (int v = 0; v < kVectors<Lanes>; ++v)
+                sums[t][v] = add_row<Lanes, packing>(Scales<Lanes, packing>(at.head, at.group, v),
+                                                     Lanes::template unpack<packing>(at.group, v), x, g, sums[t][v]);
         }
     for (int t = 0; t < Tiles; ++t) {
         alignas(64) float of_tile[kTileOfOutputs];
-        for (int half = 0; half < 2; ++half) Lanes::store(of_tile + half * Lanes::width, sums[t][half]);
+        for (int v = 0; v < kVectors<Lanes>; ++v) Lanes::store(of_tile + v * Lanes::width, sums[t][v]);
         store_tile(dtype, product, 0, (tile + t * apart) * kTileOfOutputs, of_tile);
     }
 }
@@ -193,7 +198,6 @@ void multiply_row(const kvine::Product& product, kvine::DType dtype, const Quant
 template <class Lanes, Packing packing, int Tiles>
 void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Quantized& x, std::int64_t row,
                     std::int64_t count, std::int64_t tile, std::int64_t apart) {
-    static_assert(2 * Lanes::width == kTileOfOutputs);
     if (product.rows == 1) return multiply_row<Lanes, packing, Tiles>(product, dtype, x, tile, apart);
     const std::int64_t groups = product.in / kGroup, size = kvine::bytes_of_tile(packing, product.in);
     alignas(64) float sums[Tiles][kRowsAtATime / Tiles * kTileOfOutputs];
@@ -201,8 +205,8 @@ void multiply_tiles(const kvine::Product& product, kvine::DType dtype, const Qua
     for (std::int64_t g = 0; g < groups; ++g)
         for (int t = 0; t < Tiles; ++t) {
             const Group<packing> at(product.weight + (tile + t * apart) * size, g);
-            for (int half = 0; half < 2; ++half)
-                add_group<Lanes, packing>(at.head, at.group, half, x, g * product.rows + row, count, sums[t]);
+            for (int v = 0; v < kVectors<Lanes>; ++v)
+                add_group<Lanes, packing>(at.head, at.group, v, x, g * product.rows + row, count, sums[t]);
         }
     for (int t = 0; t < Tiles; ++t)
         for (std::int64_t r = 0; r < count; ++r)

@@ -39,12 +39,12 @@ void unpack_row(Packing packing, const std::byte* packed, std::int64_t in, std::
 
 // Room for the quantized x: the calling thread's own, kept from call to call.
 Quantized room_for(std::int64_t rows, std::int64_t in) {
-    thread_local std::vector<float> kept;
-    const std::int64_t groups = in / kGroup;
-    const auto needed = static_cast<std::size_t>(rows * (in / 4 + 2 * groups) + 16);
-    if (kept.size() < needed) kept.resize(needed);
-    float* floats = kept.data();
-    return {reinterpret_cast<std::int8_t*>(floats + 2 * rows * groups), floats, floats + rows * groups};
+    thread_local std::vector<std::int8_t> numbers;
+    thread_local std::vector<float> floats;
+    thread_local std::vector<std::int32_t> halves;
+    const auto groups = static_cast<std::size_t>(rows * (in / kGroup));
+    if (halves.size() < 2 * groups) numbers.resize(groups * kGroup), floats.resize(2 * groups), halves.resize(2 * groups);
+    return {numbers.data(), floats.data(), floats.data() + groups, halves.data()};
 }
 
 }  // namespace

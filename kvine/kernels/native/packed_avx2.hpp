@@ -1,9 +1,10 @@
-// Products with packed weights by AVX2; also what the AVX-512 path uses.
+// Products with packed weights by AVX2; also what AVX-512 without VNNI uses.
 #pragma once
 
 #include <immintrin.h>
 
 #include "multiply_packed.hpp"
+#include "packed_stored.hpp"
 
 namespace {
 
@@ -11,9 +12,7 @@ struct PackedAvx2 {
     static constexpr int width = 8;
     using Floats = __m256;
     using Ints = __m256i;
-    struct Weights {
-        __m256i of_inputs[8];  // 4 inputs of each of the 8 outputs
-    };
+    using Weights = Stored<width>::Weights;
 
     static Floats fill(float x) { return _mm256_set1_ps(x); }
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
@@ -31,46 +30,15 @@ struct PackedAvx2 {
     }
 
     template <Packing packing>
-    static Weights unpack(const std::byte* group, int half) {
-        constexpr int bits = kvine::bits_of(packing);
-        Weights weights;
-        const auto chunk = [&](int c) {
-            return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + c * 64 + half * 32));
-        };
-        if constexpr (bits == 8) {
-            for (int c = 0; c < 8; ++c) weights.of_inputs[c] = chunk(c);
-        } else {
-            const __m256i lower = _mm256_set1_epi8(15);
-            for (int c = 0; c < 4; ++c) {
-                const __m256i both = chunk(c);
-                weights.of_inputs[2 * c] = _mm256_and_si256(both, lower);
-                weights.of_inputs[2 * c + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), lower);
-            }
-        }
-        if constexpr (bits == 5 || bits == 6) add_upper_bits<bits - 4>(chunk, weights);
-        if constexpr (bits == 6)
-            for (__m256i& w : weights.of_inputs) w = _mm256_sub_epi8(w, _mm256_set1_epi8(32));
+    static Weights unpack(const std::byte* group, int vector) {
+        Weights weights = Stored<width>::unpack<packing>(group, vector);
+        if constexpr (kvine::bits_of(packing) == 6)
+            for (auto& w : weights.of_inputs) w = as_words(_mm256_sub_epi8(as_bytes(w), _mm256_set1_epi8(32)));
         return weights;
     }
 
-    // Shifts the bits beyond four to where they belong: a plane has those of 8 / bits chunks side by side.
-    template <int bits, class Chunk>
-    static void add_upper_bits(const Chunk& chunk, Weights& weights) {
-        constexpr int count = 8 / bits;
-        const __m256i upper = _mm256_set1_epi8(((1 << bits) - 1) << 4);
-        for (int plane = 0; plane < bits; ++plane) {
-            const __m256i all = chunk(4 + plane);
-            for (int c = 0; c < count; ++c) {
-                const int left = 4 - c * bits;
-                const __m256i there = left >= 0 ? _mm256_slli_epi16(all, left) : _mm256_srli_epi16(all, -left);
-                __m256i& w = weights.of_inputs[plane * count + c];
-                w = _mm256_or_si256(w, _mm256_and_si256(there, upper));
-            }
-        }
-    }
-
     template <Packing packing>
-    static Ints dot(const Weights& weights, const std::int8_t* q, int part) {
+    static Ints dot(const Weights& weights, const std::int8_t* q, int part, const std::int32_t*) {
         constexpr int chunks = 8 / kParts<packing>, pairs = std::min(kPairsIn16Bits<packing>, chunks);
         __m256i sum = _mm256_setzero_si256();
         for (int first = part * chunks; first < (part + 1) * chunks; first += pairs) {
@@ -78,13 +46,17 @@ struct PackedAvx2 {
             for (int c = first; c < first + pairs; ++c) {
                 std::int32_t four;
                 std::memcpy(&four, q + 4 * c, sizeof four);
-                const __m256i products = multiply<packing>(weights.of_inputs[c], _mm256_set1_epi32(four));
+                const __m256i products = multiply<packing>(as_bytes(weights.of_inputs[c]), _mm256_set1_epi32(four));
                 in_16_bits = _mm256_add_epi16(in_16_bits, products);
             }
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(in_16_bits, _mm256_set1_epi16(1)));
         }
         return sum;
     }
+
+  private:
+    static __m256i as_bytes(Stored<width>::Words words) { return reinterpret_cast<__m256i>(words); }
+    static Stored<width>::Words as_words(__m256i bytes) { return reinterpret_cast<Stored<width>::Words>(bytes); }
 
     // Bytes with a sign are multiplied as sizes, the signs going to x.
     template <Packing packing>

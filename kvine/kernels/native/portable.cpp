@@ -127,11 +127,11 @@ struct PackedPortable {
     }
 
     template <Packing packing>
-    static Weights unpack(const std::byte* group, int half) {
+    static Weights unpack(const std::byte* group, int vector) {
         constexpr int bits = kvine::bits_of(packing);
         Weights weights;
         std::uint8_t chunk[4 * width];
-        const auto read = [&](int c) { std::memcpy(chunk, group + c * 64 + half * sizeof chunk, sizeof chunk); };
+        const auto read = [&](int c) { std::memcpy(chunk, group + c * 64 + vector * sizeof chunk, sizeof chunk); };
         for (int c = 0; c < (bits == 8 ? 8 : 4); ++c) {
             read(c);
             for (int i = 0; i < 4 * width; ++i)
@@ -156,7 +156,7 @@ struct PackedPortable {
     }
 
     template <Packing packing>
-    static Ints dot(const Weights& weights, const std::int8_t* q, int part) {
+    static Ints dot(const Weights& weights, const std::int8_t* q, int part, const std::int32_t*) {
         constexpr int chunks = 8 / kParts<packing>;
         Ints sum{};
         for (int c = part * chunks; c < (part + 1) * chunks; ++c)

@@ -65,6 +65,7 @@ class Step {
         quantized_.q = room.take<std::int8_t>(rows_ * widest_in);
         quantized_.scale = room.take<float>(rows_ * widest_in / kGroup);
         quantized_.sum = room.take<float>(rows_ * widest_in / kGroup);
+        quantized_.halves = room.take<std::int32_t>(2 * rows_ * widest_in / kGroup);
         partials_ = room.take<float>(partials);
         size_ = room.size();
     }
