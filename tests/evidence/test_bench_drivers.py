@@ -175,7 +175,7 @@ def test_vllm_forgets_its_prefixes_but_for_a_hit(task: dict[str, Any], monkeypat
         monkeypatch.setenv(name, "as it was")
     driver = peer.Vllm(task)
     assert driver.generate([5, 6], 4)["token_ids"] == [0, 1, 2, 3]
-    assert asked == ["forget", ([[5, 6]], 1), "forget", ([[5, 6]], 4)]
+    assert asked == ["forget", ([[5, 6]], 1), ([[5, 6]], 1), ([[5, 6]], 4)]
     asked.clear()
     driver.prefix_hit([5, 6])
     driver.batch([[5], [6]], 3)

@@ -122,6 +122,7 @@ void decode_in_team(const Path& path, const Decode& task, float* floats) {
     for (std::int64_t r = 0; r < task.num_requests; ++r)
         first.push_back(first.back() + stretches_of(task.requests[r].length) * task.kv_heads);
     const Partials partials(floats, task.group, stride_of(path, task.width));
+    const bool whole = first.back() == task.num_requests * task.kv_heads;  // each stretch is all of a context
 #pragma omp for schedule(dynamic)
     for (std::int64_t i = 0; i < first.back(); ++i) {
         const std::int64_t r = std::upper_bound(first.begin(), first.end(), i) - first.begin() - 1;
@@ -129,7 +130,9 @@ void decode_in_team(const Path& path, const Decode& task, float* floats) {
         const std::int64_t stretch = stretch_of(task.requests[r].length), begin = within % per_head * stretch;
         partials[i].clear();
         Stretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+        if (whole) write(path, task, partials[i], task.requests[r].row, within);
     }
+    if (whole) return;
 #pragma omp for
     for (std::int64_t i = 0; i < task.num_requests * task.kv_heads; ++i) {
         const std::int64_t r = i / task.kv_heads, kv_head = i % task.kv_heads;

@@ -43,8 +43,8 @@ struct Place {
 
 class Step {
   public:
-    Step(const Stack& stack, const StackStep& step, Room room)
-        : stack_(stack), path_(*stack.path), step_(step), rows_(step.rows) {
+    Step(const Stack& stack, const StackStep& step, int num_threads, Room room)
+        : stack_(stack), path_(*stack.path), step_(step), rows_(step.rows), single_(step.rows == 1) {
         std::int64_t widest_in = stack.hidden, intermediate = 0, partials = 0;
         for (const Layer& layer : stack.layers) {
             widest_in = std::max({widest_in, layer.o.in, layer.down.in});
@@ -58,14 +58,17 @@ class Step {
         for (std::byte** buffer : {&q_, &turned_q_, &sink_q_, &attended_})
             *buffer = room.take<std::byte>(bytes * stack.heads * stack.width);
         for (std::byte** buffer : {&k_, &turned_k_, &v_}) *buffer = room.take<std::byte>(bytes * kv_width);
-        for (std::byte** buffer : {&hidden_, &x_, &y_}) *buffer = room.take<std::byte>(bytes * stack.hidden);
+        y_ = room.take<std::byte>(bytes * stack.hidden);
         for (std::byte** buffer : {&gate_, &up_}) *buffer = room.take<std::byte>(bytes * intermediate);
         logits_ = room.take<std::byte>(step.num_wanted * size_of(stack.dtype) * stack.head.out);
-        arranged_ = room.take<float>(rows_ * up_to_whole(widest_in, path_.step));
-        quantized_.q = room.take<std::int8_t>(rows_ * widest_in);
-        quantized_.scale = room.take<float>(rows_ * widest_in / kGroup);
-        quantized_.sum = room.take<float>(rows_ * widest_in / kGroup);
-        quantized_.halves = room.take<std::int32_t>(2 * rows_ * widest_in / kGroup);
+        rows_of_.resize(single_ ? num_threads : 1);
+        for (Rows& rows : rows_of_) {
+            const std::int64_t groups = rows_ * widest_in / kGroup;
+            rows.hidden = room.take<std::byte>(bytes * stack.hidden), rows.x = room.take<std::byte>(bytes * stack.hidden);
+            rows.arranged = room.take<float>(rows_ * up_to_whole(widest_in, path_.step));
+            rows.quantized = {room.take<std::int8_t>(groups * kGroup), room.take<float>(groups), room.take<float>(groups),
+                              room.take<std::int32_t>(2 * groups)};
+        }
         partials_ = room.take<float>(partials);
         size_ = room.size();
     }
@@ -84,6 +87,21 @@ class Step {
     }
 
   private:
+    // What goes from layer to layer, and what products read of it.
+    struct Rows {
+        std::byte *hidden, *x;
+        float* arranged;
+        Quantized quantized;
+    };
+
+    // Members share the rows out, and each waits for the others' before it multiplies with all. A single row is every
+    // member's own, which takes no longer than to wait for the one that has it.
+    const Rows& own() const { return rows_of_[single_ ? omp_get_thread_num() : 0]; }
+    Part own_rows() const { return single_ ? Part{0, 1} : part_of(rows_); }
+    void meet_with_rows() const {
+        if (!single_) meet();
+    }
+
     Place place_of(const Kind& kind, Room& room) const {
         Place place{};
         for (float** angles : {&place.cos, &place.sin, &place.sink_cos, &place.sink_sin})
@@ -115,30 +133,33 @@ class Step {
     }
 
     void embed() const {
-        const Part rows = part_of(rows_);
+        const Part rows = own_rows();
+        std::byte* hidden = own().hidden;
         const std::int64_t size = stack_.hidden * size_of(stack_.dtype);
         const Weight& table = stack_.embedding;
         if (table.packing != kExact)
             unpack_rows(Packing(table.packing), table.weight, stack_.hidden, step_.ids + rows.begin,
-                        rows.end - rows.begin, stack_.dtype, hidden_ + rows.begin * size, 1);
+                        rows.end - rows.begin, stack_.dtype, hidden + rows.begin * size, 1);
         else
             for (std::int64_t row = rows.begin; row < rows.end; ++row)
-                std::copy_n(table.weight + step_.ids[row] * size, size, hidden_ + row * size);
+                std::copy_n(table.weight + step_.ids[row] * size, size, hidden + row * size);
         if (stack_.embedding_scale != 1.0f)
-            path_.multiply_by[stack_.dtype](hidden_, stack_.embedding_scale, rows.begin * stack_.hidden,
+            path_.multiply_by[stack_.dtype](hidden, stack_.embedding_scale, rows.begin * stack_.hidden,
                                             rows.end * stack_.hidden);
     }
 
     void compute_logits() const {
         if (!step_.num_wanted) return;
         const std::int64_t size = stack_.hidden * size_of(stack_.dtype), count = step_.num_wanted;
-        meet();  // a member's rows may be wanted by another
-        const Part wanted = part_of(count);
-        for (std::int64_t i = wanted.begin; i < wanted.end; ++i)
-            std::copy_n(hidden_ + step_.wanted[i] * size, size, y_ + i * size);
-        normalize(y_, stack_.final_norm, x_, wanted, 1, stack_.hidden);
-        prepare(x_, {&stack_.head}, count, wanted);
-        meet();
+        const Rows& own = this->own();
+        meet_with_rows();  // a member's rows may be wanted by another
+        const Part wanted = single_ ? Part{0, 1} : part_of(count);
+        if (!single_)
+            for (std::int64_t i = wanted.begin; i < wanted.end; ++i)
+                std::copy_n(own.hidden + step_.wanted[i] * size, size, y_ + i * size);
+        normalize(single_ ? own.hidden : y_, stack_.final_norm, own.x, wanted, 1, stack_.hidden);
+        prepare(own.x, {&stack_.head}, count, wanted);
+        meet_with_rows();
         const Part columns = multiply_part(stack_.head, logits_, count, part_of(units(stack_.head)));
         for (std::int64_t i = 0; i < count; ++i)
             path_.to_floats[stack_.dtype](logits_, step_.logits, i * stack_.head.out + columns.begin,
@@ -148,10 +169,10 @@ class Step {
     void attend(const Layer& layer) const {
         const Kind& kind = stack_.kinds[layer.kind];
         const Place& place = places_[layer.kind];
-        const Part rows = part_of(rows_);
-        normalize(hidden_, layer.attn_norm, x_, rows, 1, stack_.hidden);
-        prepare(x_, {&layer.q, &layer.k, &layer.v}, rows_, rows);
-        meet();
+        const Part rows = part_of(rows_), own_rows = this->own_rows();
+        normalize(own().hidden, layer.attn_norm, own().x, own_rows, 1, stack_.hidden);
+        prepare(own().x, {&layer.q, &layer.k, &layer.v}, rows_, own_rows);
+        meet_with_rows();
         multiply({{&layer.q, q_}, {&layer.k, k_}, {&layer.v, v_}});
         meet();
         const std::byte* q = q_;
@@ -168,18 +189,18 @@ class Step {
         task.q = turned_q_, task.q_sink = place.sinks_moved ? sink_q_ : nullptr, task.y = attended_;
         task.k = layer.keys, task.v = layer.values;
         decode_in_team(path_, task, partials_);
-        prepare(attended_, {&layer.o}, rows_, rows);
-        meet();
+        prepare(attended_, {&layer.o}, rows_, own_rows);
+        meet_with_rows();
         multiply({{&layer.o, y_}});
         meet();
-        add(layer.post_attn_norm, rows);
+        add(layer.post_attn_norm, own_rows);
     }
 
     void feed_forward(const Layer& layer) const {
-        const Part rows = part_of(rows_);
-        normalize(hidden_, layer.mlp_norm, x_, rows, 1, stack_.hidden);
-        prepare(x_, {&layer.gate, &layer.up}, rows_, rows);
-        meet();
+        const Part rows = own_rows();
+        normalize(own().hidden, layer.mlp_norm, own().x, rows, 1, stack_.hidden);
+        prepare(own().x, {&layer.gate, &layer.up}, rows_, rows);
+        meet_with_rows();
         const Part columns = multiply_part(layer.gate, gate_, rows_, part_of(units(layer.gate)));
         multiply_part(layer.up, up_, rows_, part_of(units(layer.up)));
         const Gated gated{gate_, up_, gate_, stack_.activation};
@@ -187,7 +208,7 @@ class Step {
             path_.gate[stack_.dtype](gated, row * layer.gate.out + columns.begin, row * layer.gate.out + columns.end);
         meet();
         prepare(gate_, {&layer.down}, rows_, rows);
-        meet();
+        meet_with_rows();
         multiply({{&layer.down, y_}});
         meet();
         add(layer.post_mlp_norm, rows);
@@ -222,8 +243,8 @@ class Step {
 
     // hidden += y, normed first where there is a norm.
     void add(const float* norm, Part rows) const {
-        if (norm) normalize(y_, norm, x_, rows, 1, stack_.hidden);
-        path_.add_to[stack_.dtype]({hidden_, norm ? x_ : y_}, rows.begin * stack_.hidden, rows.end * stack_.hidden);
+        if (norm) normalize(y_, norm, own().x, rows, 1, stack_.hidden);
+        path_.add_to[stack_.dtype]({own().hidden, norm ? own().x : y_}, rows.begin * stack_.hidden, rows.end * stack_.hidden);
     }
 
     // Makes of `rows` of x, which has `count`, what the products with these weights read.
@@ -231,11 +252,11 @@ class Step {
         const auto packed = [](const Weight* weight) { return weight->packing != kExact; };
         const std::int64_t in = (*weights.begin())->in;
         if (std::any_of(weights.begin(), weights.end(), packed))
-            path_.quantize[stack_.dtype]({x, nullptr, nullptr, nullptr, count, in, 0}, quantized_, rows.begin, rows.end);
+            path_.quantize[stack_.dtype]({x, nullptr, nullptr, nullptr, count, in, 0}, own().quantized, rows.begin, rows.end);
         if (std::all_of(weights.begin(), weights.end(), packed)) return;
         const std::byte* first = x + rows.begin * in * size_of(stack_.dtype);
         path_.arrange[stack_.dtype]({first, nullptr, nullptr, nullptr, rows.end - rows.begin, in, 0},
-                                    arranged_ + rows.begin * up_to_whole(in, path_.step));
+                                    own().arranged + rows.begin * up_to_whole(in, path_.step));
     }
 
     // Outputs are shared out by tiles, so that those of packed weights stay whole.
@@ -248,9 +269,9 @@ class Step {
         const Part columns{column(part.begin), column(part.end)};
         if (part.begin == part.end) return columns;
         if (weight.packing == kExact)
-            path_.multiply[stack_.dtype](product, arranged_, columns.begin, columns.end);
+            path_.multiply[stack_.dtype](product, own().arranged, columns.begin, columns.end);
         else
-            path_.multiply_packed[weight.packing](product, stack_.dtype, quantized_, part.begin, part.end);
+            path_.multiply_packed[weight.packing](product, stack_.dtype, own().quantized, part.begin, part.end);
         return columns;
     }
 
@@ -277,9 +298,10 @@ class Step {
     const StackStep& step_;
     std::vector<Place> places_;
     std::int64_t rows_, size_;
-    std::byte *hidden_, *q_, *turned_q_, *sink_q_, *attended_, *k_, *turned_k_, *v_, *x_, *y_, *gate_, *up_, *logits_;
-    float *arranged_, *partials_;
-    Quantized quantized_;
+    bool single_;
+    std::vector<Rows> rows_of_;  // of all members, or of each
+    std::byte *q_, *turned_q_, *sink_q_, *attended_, *k_, *turned_k_, *v_, *y_, *gate_, *up_, *logits_;
+    float* partials_;
 };
 
 }  // namespace
@@ -298,10 +320,10 @@ Decode attention_of(const Stack& stack, const Kind& kind, const StackStep& step)
 
 void run(const Stack& stack, const StackStep& step, int num_threads) {
     thread_local std::vector<std::byte> kept;
-    const auto needed = static_cast<std::size_t>(Step(stack, step, Room(nullptr)).size() + kAlignment);
+    const auto needed = static_cast<std::size_t>(Step(stack, step, num_threads, Room(nullptr)).size() + kAlignment);
     if (kept.size() < needed) kept.resize(needed);
     const auto misplaced = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(kept.data()) % kAlignment);
-    const Step planned(stack, step, Room(kept.data() + (kAlignment - misplaced)));
+    const Step planned(stack, step, num_threads, Room(kept.data() + (kAlignment - misplaced)));
     with_team(num_threads, num_threads, [&] { planned.run(); });
 }
 
