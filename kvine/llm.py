@@ -130,8 +130,9 @@ class LLM:
         model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
         device: `auto`, `cpu`, `cuda` or `mps`.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
-        weights: `exact`, decoded to the dtype; `auto`, where a GGUF file's packed weights stay packed on a CPU; `q8` or
-            `q4`, which round the others to 8 or 4 bits. What is multiplied with packed weights is rounded to 8 bits.
+        weights: `exact`, decoded to the dtype; `packed`, as a GGUF file has them; `auto`, packed on a CPU with compiled
+            kernels but in fp32, and exact elsewhere; `q8` or `q4`, which round the others to 8 or 4 bits. What is
+            multiplied with packed weights is rounded to 8 bits.
         cache: how the past is kept.
         engine: how requests share the model.
         threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.
@@ -146,7 +147,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        weights: str = "exact",
+        weights: str = "auto",
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         threads: int | None = None,
