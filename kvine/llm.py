@@ -19,6 +19,7 @@ from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
+from kvine.formats.gguf import GGUFFile
 from kvine.generation import Generation, Timings, Usage
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
@@ -156,8 +157,9 @@ class LLM:
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
-        self.model = load_model(self.source, dtype=dtype, device=device, weights=weights)
-        self.tokenizer = load_tokenizer(self.source)
+        file = GGUFFile(self.source.path) if self.source.format == "gguf" else None  # its header is read once
+        self.model = load_model(self.source, dtype=dtype, device=device, weights=weights, file=file)
+        self.tokenizer = load_tokenizer(self.source, file)
         self.parts = standard_parts(
             self.model,
             self.cache_config,

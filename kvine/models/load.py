@@ -94,20 +94,29 @@ class _Checkpoint:
         return self.files.tensors[self.names[role]]
 
 
-def load_model(source: ModelSource, *, dtype: str = "auto", device: str = "auto", weights: str = "auto") -> LoadedModel:
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    weights: str = "auto",
+    file: GGUFFile | None = None,
+) -> LoadedModel:
     """Load a safetensors folder or a GGUF file.
 
     `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
     `choose_dtype` for what auto takes. On a CPU, safetensors weights stored in the chosen dtype are memory-mapped
     and not copied. `weights` is exact, decoded to that dtype; packed, as a GGUF file has them; auto, which is packed
     where compiled kernels multiply that and the dtype is not fp32; or q8 or q4, which round the rest to 8 or 4 bits:
-    see `choose_packings`.
+    see `choose_packings`. `file` is the source's where that is open already: a GGUF header takes long to read.
 
     Raises ModelLoadError, naming file and tensor or key, for a checkpoint that is damaged, incomplete, contradictory or
     of an unknown kind, and ConfigError for a device, a dtype or a way to keep weights that this machine does not have.
     """
     place = choose_device(device)
-    checkpoint = _open_gguf(source.path) if source.format == "gguf" else _open_safetensors(source.path)
+    checkpoint = (
+        _open_gguf(file or GGUFFile(source.path)) if source.format == "gguf" else _open_safetensors(source.path)
+    )
     stored = {role: checkpoint.stored(role) for role in checkpoint.names}
     stored_bytes: Counter[str] = Counter()
     for info in stored.values():
@@ -162,9 +171,8 @@ def _open_safetensors(folder: Path) -> _Checkpoint:
     return _Checkpoint(config, files, names, unused, files.mapped, has_interleaved_heads=False)
 
 
-def _open_gguf(path: Path) -> _Checkpoint:
-    files = GGUFFile(path)
-    shapes = _shapes(files)
+def _open_gguf(files: GGUFFile) -> _Checkpoint:
+    path, shapes = files.path, _shapes(files)
     divisors: tuple[float, ...] = ()
     if _ROPE_DIVISORS in shapes:
         if len(shapes[_ROPE_DIVISORS]) != 1:
