@@ -17,6 +17,7 @@ from tiny_text import VOCABULARY, ids, write_tokenizer
 
 from kvine import LLM, CacheConfig, SamplingParams
 from kvine.config import EngineConfig
+from kvine.engine.resources import most_threads
 from kvine.errors import ConfigError, ContextLengthError, RequestError, StepError
 from kvine.hub import ModelSource
 
@@ -381,7 +382,7 @@ def test_forward_past_the_context_is_refused_and_changes_nothing(llm: LLM) -> No
 
 
 def test_g03_the_threads_option_wins(th: Checkpoint) -> None:
-    for threads in (2, 1):
+    for threads in sorted({1, most_threads()}, reverse=True):
         open_llm(th, threads=threads)
         assert torch.get_num_threads() == threads
     with pytest.raises(ConfigError, match="thread"):
@@ -389,7 +390,7 @@ def test_g03_the_threads_option_wins(th: Checkpoint) -> None:
 
 
 def test_the_real_model_adds_and_the_cache_changes_nothing() -> None:
-    llm = LLM("smollm2-135m", device="cpu", dtype="fp32", threads=2)
+    llm = LLM("smollm2-135m", device="cpu", dtype="fp32")
     params = SamplingParams(max_tokens=6)
     answer = llm.generate("The answer to 2 + 3 is", params)
     assert "5" in answer.text
