@@ -19,7 +19,9 @@ from kvine import LLM, CacheConfig, SamplingParams
 from kvine.config import EngineConfig
 from kvine.engine.resources import most_threads
 from kvine.errors import ConfigError, ContextLengthError, RequestError, StepError
-from kvine.hub import ModelSource
+from kvine.formats import gguf
+from kvine.hub import ModelSource, resolve
+from kvine.text.tokenizer import load_tokenizer
 
 CONTEXT = 64
 BLOCKS = CacheConfig(block_size=4)
@@ -376,6 +378,16 @@ def test_forward_past_the_context_is_refused_and_changes_nothing(llm: LLM) -> No
         llm.forward("a" * 5, cache)
     assert len(cache) == 60
     llm.forward("a" * 4, cache)
+
+
+def test_a_gguf_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a tenth of a second of a real one."""
+    opened: list[Path] = []
+    real = gguf.parse_header
+    monkeypatch.setattr(gguf, "parse_header", lambda path, data: (opened.append(path), real(path, data))[1])
+    source = resolve("smollm2-135m")
+    assert LLM(source, device="cpu", threads=1).encode("Hello") == load_tokenizer(source).encode("Hello")
+    assert opened == [source.path]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 import kvine
+from kvine.cli import start
 
 COMMAND = [sys.executable, "-m", "kvine.cli.app"]
 ENDLESS = ["--threads", "1", "--ignore-eos", "--max-tokens", "1000000"]
@@ -38,6 +41,23 @@ def started(*arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[subpro
             yield process
         finally:
             process.kill()
+
+
+def test_ctrl_c_outside_of_a_command_ends_with_130_too(monkeypatch, capfd):
+    """While the commands are put together, for one, nothing of theirs is there to catch it."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvine.cli.app.main", interrupted)
+    monkeypatch.setattr(start.gc, "freeze", lambda: None)  # this process lives on
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            start.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130 and capfd.readouterr() == ("", "")
 
 
 def test_the_real_model_can_add():
