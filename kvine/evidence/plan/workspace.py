@@ -87,9 +87,8 @@ def workspace(
     if on_cpu and dtype != "fp32":
         if rows > LOW_PRECISION_ROWS and _has_exact(model, packings, "layers."):
             mlp += 4 * rows * (d + 2 * f) + _converted(d * f)
-        if batch > LOW_PRECISION_ROWS and _has_exact(
-            model, packings, "embedding." if model.tie_embeddings else "head."
-        ):
+        head = "embedding." if model.tie_embeddings else "head."
+        if batch > LOW_PRECISION_ROWS and _has_exact(model, packings, head):
             logits += 8 * batch * model.vocab_size + _converted(d * model.vocab_size)
     return Workspace(attention, mlp, logits)
 
