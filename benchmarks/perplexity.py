@@ -5,7 +5,7 @@ tokens are scored in windows that know nothing of each other: all but a window's
 fp32, so that what differs is the weights and what is multiplied with them. llama.cpp runs in an interpreter that has
 llama-cpp-python, with K and V in fp32 too.
 
-    python benchmarks/perplexity.py model.gguf --weights exact auto --llama-cpp ~/llama/bin/python
+    python benchmarks/perplexity.py model.gguf --weights exact packed --llama-cpp ~/llama/bin/python
 """
 
 import argparse
@@ -113,7 +113,7 @@ def main() -> None:
     """Prints a table, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--weights", nargs="+", default=["exact", "auto"], help="how Kvine keeps them, one by one")
+    parser.add_argument("--weights", nargs="+", default=["exact", "packed"], help="how Kvine keeps them, one by one")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")

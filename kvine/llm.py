@@ -19,6 +19,7 @@ from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
+from kvine.formats.gguf import GGUFFile
 from kvine.generation import Generation, Timings, Usage
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
@@ -130,8 +131,9 @@ class LLM:
         model: an alias, a Hugging Face hub id, a checkpoint folder or a `.gguf` file; or a source already resolved.
         device: `auto`, `cpu`, `cuda` or `mps`.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
-        weights: `exact`, decoded to the dtype; `auto`, where a GGUF file's packed weights stay packed on a CPU; `q8` or
-            `q4`, which round the others to 8 or 4 bits. What is multiplied with packed weights is rounded to 8 bits.
+        weights: `exact`, decoded to the dtype; `packed`, as a GGUF file has them; `auto`, packed on a CPU with compiled
+            kernels but in fp32, and exact elsewhere; `q8` or `q4`, which round the others to 8 or 4 bits. What is
+            multiplied with packed weights is rounded to 8 bits.
         cache: how the past is kept.
         engine: how requests share the model.
         threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.
@@ -146,7 +148,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        weights: str = "exact",
+        weights: str = "auto",
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         threads: int | None = None,
@@ -155,8 +157,9 @@ class LLM:
         self.source = model if isinstance(model, ModelSource) else resolve(model)
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
-        self.model = load_model(self.source, dtype=dtype, device=device, weights=weights)
-        self.tokenizer = load_tokenizer(self.source)
+        file = GGUFFile(self.source.path) if self.source.format == "gguf" else None  # its header is read once
+        self.model = load_model(self.source, dtype=dtype, device=device, weights=weights, file=file)
+        self.tokenizer = load_tokenizer(self.source, file)
         self.parts = standard_parts(
             self.model,
             self.cache_config,

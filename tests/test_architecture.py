@@ -21,6 +21,7 @@ WITHOUT_TORCH = (
     "kvine.cache.blocks",
     "kvine.cache.manager",
     "kvine.models.config",
+    "kvine.models.packing",
     "kvine.toy",
     "kvine.sampling.params",
     "kvine.evidence.plan",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvine.cli.experiment.options import Json, PlotFile, check_plot_file, whole_numbers
-from kvine.cli.options import DEFAULT_MODEL, spread_options
+from kvine.cli.options import DEFAULT_MODEL, WEIGHTS_HELP, spread_options
 from kvine.cli.terminal import ended_by_interrupt, note, show_output, write_json
 from kvine.errors import RequestError
 
@@ -35,7 +35,7 @@ class MeasureOptions:
         int | None,
         _option("Measure", "Tokens of the long prompt; by default a fixed text, 1,929 for SmolLM2."),
     ] = None
-    weights: Annotated[str, _option("Model", "As in generate: exact, auto to keep them packed, q8 or q4.")] = "exact"
+    weights: Annotated[str, _option("Model", WEIGHTS_HELP)] = "auto"
     dtype: Annotated[str, _option("Model", "auto, fp32, bf16 or fp16.")] = "auto"
     device: Annotated[str, _option("Model", "auto, cpu, cuda or mps.")] = "auto"
     threads: Annotated[

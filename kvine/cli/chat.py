@@ -11,7 +11,7 @@ import typer
 
 from kvine.cli.conversation import Conversation, Turn
 from kvine.cli.loading import open_llm
-from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, WeightOptions, spread_options
+from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, spread_options
 from kvine.cli.terminal import human_bytes, note, seconds_since_start, show_error, stdin_is_terminal, write, write_json
 from kvine.errors import KvineError, RequestError
 
@@ -31,14 +31,13 @@ def chat(
     model: ModelOptions,
     sampling: SamplingOptions,
     cache: CacheOptions,
-    weights: WeightOptions,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the chat has ended.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of tokens and times after each turn.")] = False,
 ) -> None:
     """Talk with a model. Lines piped in are taken as turns, one each."""
     params = sampling.params()
-    llm = open_llm(model, cache, weights)
+    llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     session = Session(Conversation(llm, params, system), streams=not json, quiet=quiet)
     session.run()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvine.cli.loading import open_llm
-from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, WeightOptions, spread_options
+from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, spread_options
 from kvine.cli.terminal import seconds_since_start, write, write_json
 from kvine.errors import RequestError
 
@@ -20,7 +20,6 @@ def generate(
     model: ModelOptions,
     sampling: SamplingOptions,
     cache: CacheOptions,
-    weights: WeightOptions,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; with --chat.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")] = False,
@@ -33,7 +32,7 @@ def generate(
     if system is not None and not chat:
         raise RequestError("--system is part of a conversation: give --chat as well.")
     text = read_stdin() if prompt == "-" else prompt
-    llm = open_llm(model, cache, weights)
+    llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     from kvine.cli import report
 

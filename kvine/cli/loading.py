@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from kvine.cli.options import CacheOptions, ModelOptions, WeightOptions
+from kvine.cli.options import CacheOptions, ModelOptions
 from kvine.cli.terminal import ended_by_interrupt, waiting
 
 if TYPE_CHECKING:
     from kvine.llm import LLM
 
 
-def open_llm(model: ModelOptions, cache: CacheOptions, weights: WeightOptions | None = None) -> "LLM":
+def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
     """Fetches the model if need be and loads it; progress is shown on stderr.
 
     Raises:
@@ -29,7 +29,7 @@ def open_llm(model: ModelOptions, cache: CacheOptions, weights: WeightOptions | 
             source,
             device=model.device,
             dtype=model.dtype,
-            weights=(weights or WeightOptions()).weights,
+            weights=model.weights,
             cache=cache_config,
             engine=engine_config,
             threads=model.threads,

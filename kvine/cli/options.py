@@ -16,6 +16,10 @@ from kvine.errors import RequestError
 from kvine.sampling.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"  # the hub's own; importing the hub would slow down --help
+WEIGHTS_HELP = (
+    "packed: a GGUF file's stay packed; exact: decoded to dtype; auto: packed where kernels are, but in fp32 exact; "
+    "q8, q4: others are rounded to 8, 4 bits too."
+)
 
 
 def spread_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,19 +83,15 @@ class ModelOptions:
     ] = DEFAULT_MODEL
     device: Annotated[str, _model("auto, cpu, cuda or mps.")] = "auto"
     dtype: Annotated[str, _model("auto, fp32, bf16 or fp16.")] = "auto"
+    weights: Annotated[str, _model(WEIGHTS_HELP)] = "auto"
     threads: Annotated[int | None, _model("CPU threads; by default OMP_NUM_THREADS, or all usable cores.")] = None
 
 
 @dataclass(frozen=True)
-class WeightOptions:
-    """How the weights are kept."""
+class ExactModelOptions(ModelOptions):
+    """The same where exact weights are what is usually wanted."""
 
-    weights: Annotated[
-        str,
-        _model(
-            "exact: decoded to dtype; auto: a GGUF file's stay packed; q8, q4: and others are rounded to 8, 4 bits."
-        ),
-    ] = "exact"
+    weights: Annotated[str, _model(WEIGHTS_HELP)] = "exact"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvine.cli.options import spread_options
+from kvine.cli.options import WEIGHTS_HELP, spread_options
 from kvine.cli.terminal import show_output, waiting, write_json
 from kvine.config import CacheConfig, EngineConfig
 from kvine.errors import ConfigError
@@ -60,6 +60,7 @@ class KeepOptions:
     """How the past would be kept, and the weights."""
 
     dtype: Annotated[str, _option("Cache", "Weights and activations: auto, fp32, bf16 or fp16.")] = "auto"
+    weights: Annotated[str, _option("Cache", WEIGHTS_HELP)] = "auto"
     kv_dtype: Annotated[str, _option("Cache", "K and V: exact (as dtype), fp32, fp16 or bf16.")] = CacheConfig.kv_dtype
     window: Annotated[int | None, _option("Cache", "See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _option("Cache", "First tokens that stay visible past the window.")] = CacheConfig.sink_tokens
@@ -143,6 +144,7 @@ def plan(
             bandwidth=bandwidth,
             dtype=keep.dtype,
             device=device,
+            weights=keep.weights,
             cache=cache,
             engine=engine,
             params=params,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def plan_json(planned: "Plan", cost: "RequestCost | None", variants: "tuple[Variant, ...]") -> dict[str, Any]:
     """The plan as `--json` prints it; bytes, tokens and milliseconds. null: unknown, or (of a most) without end."""
+    from kvine.models.packing import count_packings
+
     subject, weights = planned.subject, planned.subject.weights
     return {
         "model": subject.name,
@@ -22,6 +24,7 @@ def plan_json(planned: "Plan", cost: "RequestCost | None", variants: "tuple[Vari
         "not_run": subject.not_run,
         "dtype": subject.dtype,
         "dtype_reason": subject.dtype_reason,
+        "packings": count_packings(subject.packings),
         "kv_dtype": planned.kv_dtype,
         "device": planned.device,
         "context": planned.context,

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[str, Any]:
     """The outcome of one request; `ready_s` is in seconds since the process started."""
+    from kvine.models.packing import count_packings
+
     return {
         "model": llm.source.name,
         "dtype": dtype_name(llm),
+        "packings": count_packings(llm.model.packings),
         "text": result.text,
         "prompt_ids": result.prompt_ids,
         "token_ids": result.token_ids,

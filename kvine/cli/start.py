@@ -2,6 +2,9 @@
 
 import gc
 import signal
+import sys
+
+INTERRUPTED = 130  # 128 + SIGINT, as the commands end
 
 
 def main() -> None:
@@ -12,5 +15,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run()
+    except KeyboardInterrupt:  # before the command has begun, or after it
+        sys.exit(INTERRUPTED)
     finally:
         gc.freeze()  # the interpreter would search all of torch for cycles on its way out, for most of a second

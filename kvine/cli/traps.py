@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvine.cli.options import ModelOptions, spread_options
+from kvine.cli.options import ExactModelOptions, ModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ FAULT = 1
 
 @spread_options
 def traps(
-    model: ModelOptions,
+    model: ExactModelOptions,
     name: Annotated[
         str,
         typer.Argument(metavar="[NAME]", help="One trap, or a kind that --examine has named; all traps by default."),
@@ -94,7 +94,7 @@ def _lab(model: ModelOptions) -> Any:
     if model.device not in ("auto", "cpu"):
         raise ConfigError("The trap lab computes on the CPU: leave --device out.")
     torch.set_num_threads(checked_threads(model.threads))
-    return Lab(source, dtype="fp32" if model.dtype == "auto" else model.dtype)
+    return Lab(source, dtype="fp32" if model.dtype == "auto" else model.dtype, weights=model.weights)
 
 
 def _examine(model: ModelOptions, json: bool) -> None:

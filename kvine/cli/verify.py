@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvine.cli.options import ModelOptions, spread_options
+from kvine.cli.options import ExactModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, show_output, write_json
 from kvine.cli.verify_cells import cells_json, cells_view
 from kvine.errors import RequestError
@@ -86,7 +86,7 @@ class TextOptions:
 
 @spread_options
 def verify(
-    model: ModelOptions,
+    model: ExactModelOptions,
     texts: TextOptions,
     inject: Annotated[
         str | None,
@@ -124,6 +124,7 @@ def verify(
             cells,
             dtype=model.dtype,
             device=model.device,
+            weights=model.weights,
             threads=model.threads,
             progress=progress,
         )
@@ -141,6 +142,7 @@ def report_json(report: "Report") -> dict[str, Any]:
         "ok": report.ok,
         "model": report.model,
         "prompt_tokens": report.prompt_tokens,
+        "packings": report.packings,
         "runs": [_run_json(run) for run in report.runs],
         "rounding": [
             {"dtype": r.dtype, "measured": _finite(r.measured), "bound": r.bound, "logit_range": _finite(r.logit_range)}
@@ -156,6 +158,11 @@ def show_report(report: "Report") -> None:
     views = [] if report.cells is None else cells_view(report.cells)
     if report.runs:
         views += _runs_view(report)
+    views += [
+        Text(f"{dtype}: {sum(packings.values()):,} weights were packed ({', '.join(packings)}).")
+        for dtype, packings in report.packings.items()
+        if packings
+    ]
     faults = [f"{sum(run.verdict == 'fault' for run in report.runs)} of {len(report.runs)} runs"] if report.runs else []
     if report.cells is not None:
         faults.append(f"{len(report.cells.faults)} of {len(report.cells.cells)} cells")

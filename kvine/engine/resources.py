@@ -1,6 +1,8 @@
 """What this process may use of the machine: cores and memory as its container limits them, not as the host has them."""
 
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from kvine.errors import ConfigError
@@ -10,11 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may keep busy: the smaller of its affinity mask and its cgroup's quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read(cgroup / "cpu.max").split()  # "200000 100000", or "max 100000"
-    if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
-        cores = min(cores, int(quota[0]) // int(quota[1]))
-    return max(1, cores)
+    return _cores(cgroup, math.floor)
 
 
 def default_threads() -> int:
@@ -25,9 +23,12 @@ def default_threads() -> int:
     return usable_cores()
 
 
-def most_threads() -> int:
-    """More than this help nobody, and some way beyond it the system fails to start them."""
-    return 8 * (os.cpu_count() or 1)
+def most_threads(cgroup: Path = CGROUP) -> int:
+    """As many as the process has cores, the part of one that a quota may end in counted as one.
+
+    With more, threads that compute wait for threads that have no core.
+    """
+    return _cores(cgroup, math.ceil)
 
 
 def checked_threads(asked: int | None) -> int:
@@ -39,7 +40,11 @@ def checked_threads(asked: int | None) -> int:
     if asked is None:
         return default_threads()
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= most_threads():
-        raise ConfigError(f"threads is {asked!r}: give a whole number from 1 to {most_threads()}.")
+        cores = most_threads()
+        raise ConfigError(
+            f"threads is {asked!r}, and this process may use {cores} core{'s' if cores > 1 else ''}: give a whole "
+            f"number from 1 to {cores}."
+        )
     return asked
 
 
@@ -52,6 +57,14 @@ def free_memory(cgroup: Path = CGROUP) -> int:
     if limit.isdecimal() and used.isdecimal():
         free = min(free, max(0, int(limit) - int(used)))
     return free
+
+
+def _cores(cgroup: Path, whole: Callable[[float], int]) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(cgroup / "cpu.max").split()  # "200000 100000", or "max 100000"
+    if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
+        cores = min(cores, whole(int(quota[0]) / int(quota[1])))
+    return max(1, cores)
 
 
 def _read(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What a difference between two paths means: rounding, by a bound that is measured, or a fault."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +21,7 @@ MARGIN = 4.0
 LAST_PLACES = 4.0  # units of the largest logit that may always differ
 # No rounding of a right computation moves logits further, as a share of their range: a larger measure is a fault too.
 LARGEST_SHARE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
+PACKED_SHARE = LARGEST_SHARE["bf16"]  # of packed weights, in every dtype: they are multiplied with numbers of 8 bits
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,17 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Report:
-    """All runs, what they were judged by, and all cells; what was not asked for is empty or None."""
+    """All runs, what they were judged by, and all cells; what was not asked for is empty or None.
+
+    `packings` says for each dtype how many weights were packed to what; no others are.
+    """
 
     model: str
     prompt_tokens: int
     runs: tuple[Run, ...]
     rounding: tuple[Rounding, ...]
     cells: "CellsReport | None" = None
+    packings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

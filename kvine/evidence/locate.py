@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvine.engine.cache_free import DenseRunner
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.engine.scheduler import Scheduled
+from kvine.evidence.exact_products import with_exact_products
 from kvine.evidence.row_split import split_logits
 from kvine.rope import rotate
 
@@ -80,6 +82,9 @@ class StateTrace:
         self._states["logits", -1] = dense.decoder.logits(hidden[self._first_logits :])
         control = split_logits(dense, self.token_ids, num_last, dtype, self._measure)
         self._widen("logits", -1, slice(0, num_last), control.to(hidden.device))
+        if (exact := with_exact_products(dense)) is not None:
+            hidden = exact.decoder.forward(ids, positions, exact.attention, partial(self._measure, everywhere))
+            self._widen("logits", -1, slice(0, num_last), exact.decoder.logits(hidden[self._first_logits :]))
 
     def first_wrong(self, name: str, layer: int, rows: Tensor, positions: Sequence[int]) -> Location | None:
         """The lowest of `positions` at which a path's rows [n, ...] differ by more than rounding; None if none does."""

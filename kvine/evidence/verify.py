@@ -22,13 +22,25 @@ from kvine.evidence.cells.factors import Scope, registered
 from kvine.evidence.cells.oracle import Oracle
 from kvine.evidence.cells.run import Bench, CellRuns
 from kvine.evidence.coarse_angles import with_coarse_angles
-from kvine.evidence.judge import Report, Rounding, Run, judge, judge_reference, measure_rounding
+from kvine.evidence.exact_products import with_exact_products
+from kvine.evidence.judge import (
+    LARGEST_SHARE,
+    PACKED_SHARE,
+    Report,
+    Rounding,
+    Run,
+    judge,
+    judge_reference,
+    measure_rounding,
+)
 from kvine.evidence.paths import Record, Step, run_cache_free, run_cached, run_in_company
 from kvine.evidence.progress import Progress, silent
 from kvine.evidence.row_split import split_logits, whole_logits
 from kvine.evidence.transformers_path import OtherPath, PathUnavailableError, TransformersPath
 from kvine.hub import ModelSource
 from kvine.llm import LLM
+from kvine.models.load import LoadedModel
+from kvine.models.packing import count_packings
 from kvine.text.tokenizer import Tokenizer
 
 CACHE_FREE = "cache-free"
@@ -74,6 +86,7 @@ def verify(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    weights: str = "exact",
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Report:
@@ -82,7 +95,7 @@ def verify(
     Args:
         source: the model.
         paths, cells: what to run; None leaves it out.
-        dtype, device, threads: as `LLM` takes them.
+        dtype, device, weights, threads: as `LLM` takes them.
         progress: told of every token of every path, and of every cell.
 
     Raises:
@@ -91,15 +104,17 @@ def verify(
     """
     runs: list[Run] = []
     measured: list[Rounding] = []
+    kept: dict[str, dict[str, int]] = {}
     cell_runs: CellRuns | None = None
     length = 0
     done: set[torch.dtype] = set()
     for name in (dtype, "fp32"):
-        llm = LLM(source, dtype=name, device=device, threads=threads)
+        llm = LLM(source, dtype=name, device=device, weights=weights, threads=threads)
         if llm.model.dtype in done:
             break  # its compute dtype is fp32
         done.add(llm.model.dtype)
-        open_other = cache(partial(TransformersPath, source, llm.model.dtype, llm.model.device))
+        kept[DTYPE_NAMES[llm.model.dtype]] = count_packings(llm.model.packings)
+        open_other = cache(partial(_open_other, source, llm.model))
         if cells is not None and cell_runs is None:
             cell_runs = _design(llm, cells, progress)  # before the paths, for it refuses prompts that cannot be read
         if paths is not None:
@@ -122,7 +137,8 @@ def verify(
             cell_runs.run(_bench(llm, open_other))
         del llm, open_other
         gc.collect()  # engines and requests refer to each other: let go of one model before the next is loaded
-    return Report(source.name, length, tuple(runs), tuple(measured), None if cell_runs is None else cell_runs.report)
+    cells_report = None if cell_runs is None else cell_runs.report
+    return Report(source.name, length, tuple(runs), tuple(measured), cells_report, kept)
 
 
 def compare(
@@ -167,8 +183,12 @@ def compare(
     text = reference.chosen
     vocab_size = parts.sampler.vocab_size  # without the rows that only pad the model's
     read = [*prompt_ids, *text[:-1]]
-    control = split_logits(dense, read, new_tokens, dtype)[:, :vocab_size]
-    rounding = measure_rounding(dtype, reference, control)
+    controls = [split_logits(dense, read, new_tokens, dtype)[:, :vocab_size]]
+    share = LARGEST_SHARE[name]
+    if (exact := with_exact_products(dense)) is not None:
+        controls.append(whole_logits(exact, read, new_tokens)[:, :vocab_size])
+        share = PACKED_SHARE
+    rounding = measure_rounding(dtype, reference, *controls, largest_share=share)
     bounds: dict[str, Rounding] = {}
     runs = [judge_reference(CACHE_FREE, reference, rounding)]
     paths: dict[str, Callable[[Step], Record]] = {
@@ -178,7 +198,7 @@ def compare(
     if other is not None:
         paths[TRANSFORMERS] = lambda on_step: other(prompt_ids, text, vocab_size, on_step)
         coarse = whole_logits(with_coarse_angles(dense), read, new_tokens)[:, :vocab_size]
-        bounds[TRANSFORMERS] = measure_rounding(dtype, reference, control, coarse)
+        bounds[TRANSFORMERS] = measure_rounding(dtype, reference, *controls, coarse, largest_share=share)
     for path, run in paths.items():
         try:
             record = run(step(path))
@@ -204,6 +224,13 @@ def _check_room(parts: EngineParts, config: EngineConfig, prompt_tokens: int, ne
         )
     if not parts.manager.fits_ever(total, config.max_step_tokens):
         raise RequestError(f"The cache cannot hold {total} tokens: generate fewer, or give a shorter prompt.")
+
+
+def _open_other(source: ModelSource, model: LoadedModel) -> TransformersPath:
+    """The other library on the same file, if that holds the same weights."""
+    if model.rounds_weights:
+        raise PathUnavailableError("the weights were rounded on loading, and transformers would take those of the file")
+    return TransformersPath(source, model.dtype, model.device)
 
 
 def _run_other(

@@ -1,6 +1,7 @@
 """What an explanation consists of: plain numbers, one shape of JSON for the command line, notebooks and pages."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -155,6 +156,7 @@ class Explanation:
         candidates: the most likely tokens after the prompt.
         steps: greedy decode steps.
         ended: whether the text ended before all steps were taken.
+        packings: how many weights were packed, by type.
     """
 
     model: str
@@ -170,6 +172,7 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     steps: tuple[DecodeStep, ...]
     ended: bool
+    packings: Mapping[str, int] = field(default_factory=dict)
 
     def attention(self, layer: int | None = None, head: int | None = None) -> Attention:
         """The last position's weights in one layer and head, or their mean over all layers, all heads, or both.
@@ -197,6 +200,7 @@ class Explanation:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "packings": self.packings,
             "device": self.device,
             "tokens": [asdict(token) for token in self.tokens],
             "groups": [asdict(group) for group in self.groups],

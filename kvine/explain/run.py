@@ -17,6 +17,7 @@ from kvine.explain.explanation import Candidate, DecodeStep, Explanation, LayerG
 from kvine.explain.observe import StepObserver, attention_weights
 from kvine.hub import ModelSource
 from kvine.models.load import LoadedModel
+from kvine.models.packing import count_packings
 from kvine.text.tokenizer import Tokenizer
 
 
@@ -81,6 +82,7 @@ def explain(
         candidates=candidates,
         steps=taken,
         ended=len(taken) < steps,
+        packings=count_packings(subject.model.packings),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvine.config import human_bytes
 from kvine.explain.explanation import Amount, Attention, DecodeStep, Explanation, LayerGroup, Token, Work
+from kvine.models.packing import computes_in
 
 STEP_COLUMNS = ("", "numbers", "bytes", "FLOPs", "numbers", "bytes", "FLOPs")  # with the cache, then without
 GROUP_COLUMNS = ("layers", "query heads", "K/V heads", "sees", "K, V of a layer", "stored as", "K and V")
@@ -101,8 +102,9 @@ def summary(explanation: Explanation) -> str:
     """What ran, and what the cache holds, in a sentence."""
     held = human_bytes(sum(group.num_bytes for group in explanation.groups))
     blocks = human_bytes(explanation.block_bytes)
+    dtype = computes_in(explanation.dtype, explanation.packings)
     return (
-        f"{explanation.model}, {explanation.dtype} on {explanation.device}: {len(explanation.tokens):,} tokens of "
+        f"{explanation.model}, {dtype} on {explanation.device}: {len(explanation.tokens):,} tokens of "
         f"prompt, whose K and V take {held} ({blocks} in whole blocks)."
     )
 

@@ -17,4 +17,4 @@ def automatic_dtype(stored: str, device: str, *, has_bf16: bool = True) -> tuple
         return "fp32", "fp32: it holds the stored fp16 exactly, and fp16 arithmetic overflows on a CPU"
     if not has_bf16:
         return "fp32", f"fp32: this GPU has no bf16 for the stored {stored}"
-    return "bf16", "bf16 as stored" if stored == "BF16" else f"bf16 for weights decoded from {stored}"
+    return "bf16", "bf16 as stored" if stored == "BF16" else f"bf16 for weights stored as {stored}"

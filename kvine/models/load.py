@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvine import kernels
 from kvine.errors import ModelLoadError
 from kvine.formats.gguf import GGUFFile
 from kvine.formats.safetensors import SafetensorsFiles
@@ -27,8 +28,8 @@ from kvine.models.config_hf import config_from_hf
 from kvine.models.decoder import Decoder
 from kvine.models.fields import Fields
 from kvine.models.names import check_tensors, gguf_names, hf_names, is_norm
-from kvine.models.packing import choose_packings, describe
-from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype
+from kvine.models.packing import choose_packings
+from kvine.models.placement import STORED_DTYPES, choose_device, choose_dtype, product_note
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 # Decoding block formats is numpy's work, which lets two threads run at once; more than a few only compete for memory.
@@ -39,10 +40,12 @@ _READERS = min(4, os.cpu_count() or 1)
 class LoadedModel:
     """A model ready to run.
 
-    `dtype` is what weights and activations are in (norm weights are fp32), `dtype_reason` why, in a sentence.
+    `dtype` is what activations are in, and weights but for norms (fp32) and packed ones; `dtype_reason` why, and what
+    became of weights that the checkpoint has packed, in a sentence.
     `unused_tensors` are stored but have no use in the decoder: an image tower, a stored copy of a tied head, RoPE
     buffers. `weight_bytes` is what all tensors take, `mapped_bytes` the part of it that shares the checkpoint's pages.
-    `packings` names GGUF's type of each weight that is packed, by role; the others are exact.
+    `packings` names GGUF's type of each weight that is packed, by role; the others are exact. `rounds_weights` tells
+    whether packing has changed any, which the checkpoint has in more bits.
 
     `fingerprint` is SHA-256 over the config, the files' headers (names, shapes, types, offsets of all tensors, and
     for GGUF all metadata) and the first, middle and last 256 stored bytes of each tensor: it tells fine-tunes apart
@@ -59,6 +62,12 @@ class LoadedModel:
     weight_bytes: int
     mapped_bytes: int
     packings: Mapping[str, str]
+    rounds_weights: bool
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a call reads: of an embedding that is not the head too it reads a few rows only."""
+        return self.weight_bytes - (0 if self.config.tie_embeddings else self.decoder.embedding.weight.nbytes)
 
 
 class TensorFiles(Protocol):
@@ -86,26 +95,42 @@ class _Checkpoint:
 
 
 def load_model(
-    source: ModelSource, *, dtype: str = "auto", device: str = "auto", weights: str = "exact"
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    weights: str = "auto",
+    file: GGUFFile | None = None,
 ) -> LoadedModel:
     """Load a safetensors folder or a GGUF file.
 
     `dtype` is fp32, bf16, fp16 or auto, `device` cpu, cuda, mps or auto (cuda where there is one, otherwise cpu); see
     `choose_dtype` for what auto takes. On a CPU, safetensors weights stored in the chosen dtype are memory-mapped
-    and not copied. `weights` is exact, decoded to that dtype; auto, which keeps packed what a GGUF file has packed, if
-    compiled kernels can multiply it; or q8 or q4, which round the rest to 8 or 4 bits: see `choose_packings`.
+    and not copied. `weights` is exact, decoded to that dtype; packed, as a GGUF file has them; auto, which is packed
+    where compiled kernels multiply that and the dtype is not fp32; or q8 or q4, which round the rest to 8 or 4 bits:
+    see `choose_packings`. `file` is the source's where that is open already: a GGUF header takes long to read.
 
     Raises ModelLoadError, naming file and tensor or key, for a checkpoint that is damaged, incomplete, contradictory or
     of an unknown kind, and ConfigError for a device, a dtype or a way to keep weights that this machine does not have.
     """
     place = choose_device(device)
-    checkpoint = _open_gguf(source.path) if source.format == "gguf" else _open_safetensors(source.path)
+    checkpoint = (
+        _open_gguf(file or GGUFFile(source.path)) if source.format == "gguf" else _open_safetensors(source.path)
+    )
     stored = {role: checkpoint.stored(role) for role in checkpoint.names}
     stored_bytes: Counter[str] = Counter()
     for info in stored.values():
         stored_bytes[info.type] += info.nbytes
     compute, reason = choose_dtype(dtype, stored_bytes.most_common(1)[0][0], place)
-    packings = choose_packings(stored, weights, place)
+    decided = choose_packings(
+        stored,
+        weights,
+        is_fp32=compute is torch.float32,
+        device=place.type,
+        has_kernels=place.type == "cpu" and kernels.chosen() is not None,
+    )
+    packings = decided.types
+    note = product_note(compute, place, any(_multiplies_exact(checkpoint, role, packings) for role in stored))
     memory = _packed_memory(checkpoint, packings)
 
     def read(role: str) -> Tensor | PackedWeight:
@@ -121,12 +146,13 @@ def load_model(
         decoder=build_decoder(checkpoint.config, loaded, compute, place),
         dtype=compute,
         device=place,
-        dtype_reason="; ".join(filter(None, (reason, describe(stored, packings, weights)))),
+        dtype_reason="; ".join(filter(None, (reason, note, decided.reason))),
         unused_tensors=checkpoint.unused,
         fingerprint=_fingerprint(checkpoint, packings),
         weight_bytes=sum(weight.nbytes for weight in loaded.values()),
         mapped_bytes=sum(loaded[role].nbytes for role in mapped),
         packings=packings,
+        rounds_weights=any(stored[role].type != packing for role, packing in packings.items()),
     )
 
 
@@ -145,9 +171,8 @@ def _open_safetensors(folder: Path) -> _Checkpoint:
     return _Checkpoint(config, files, names, unused, files.mapped, has_interleaved_heads=False)
 
 
-def _open_gguf(path: Path) -> _Checkpoint:
-    files = GGUFFile(path)
-    shapes = _shapes(files)
+def _open_gguf(files: GGUFFile) -> _Checkpoint:
+    path, shapes = files.path, _shapes(files)
     divisors: tuple[float, ...] = ()
     if _ROPE_DIVISORS in shapes:
         if len(shapes[_ROPE_DIVISORS]) != 1:
@@ -205,6 +230,12 @@ def _read(checkpoint: _Checkpoint, role: str, dtype: torch.dtype, device: torch.
         is_q = role.split(".")[-2] == "q"
         weight = _split_halves(weight, config.num_heads if is_q else config.num_kv_heads)
     return weight.to(device)
+
+
+def _multiplies_exact(checkpoint: _Checkpoint, role: str, packings: Mapping[str, str]) -> bool:
+    """Is this a matrix that is multiplied, and not packed?"""
+    is_table = role == "embedding.weight" and not checkpoint.config.tie_embeddings
+    return role not in packings and len(checkpoint.stored(role).shape) == 2 and not is_table
 
 
 def _packed_memory(checkpoint: _Checkpoint, packings: Mapping[str, str]) -> dict[str, Tensor]:

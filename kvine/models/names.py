@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from kvine.cache.spec import ITEM_BYTES
 from kvine.errors import ModelLoadError
 from kvine.models.config import ModelConfig
+from kvine.models.packing import packed_bytes
 
 _HF_PARTS: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -93,13 +94,18 @@ def is_norm(role: str) -> bool:
     return "norm." in role
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of all tensors as the decoder holds them under compute dtype `fp32`, `bf16` or `fp16`.
+def held_bytes(config: ModelConfig, dtype: str, packings: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of each role as the decoder holds it: packed, or else in fp32 (norms) or the compute dtype.
 
-    A tied head is the embedding and counts once. Equal to `LoadedModel.weight_bytes`, whatever the checkpoint's format.
+    `packings` names the type of each packed role, see `choose_packings`. A tied head is the embedding and counts once.
+    All together are `LoadedModel.weight_bytes`, whatever the checkpoint's format.
     """
-    shapes = required_shapes(config).items()
-    return sum(math.prod(shape) * ITEM_BYTES["fp32" if is_norm(role) else dtype] for role, shape in shapes)
+    return {
+        role: packed_bytes(packings[role], shape)
+        if role in packings
+        else math.prod(shape) * ITEM_BYTES["fp32" if is_norm(role) else dtype]
+        for role, shape in required_shapes(config).items()
+    }
 
 
 def hf_names(config: ModelConfig, stored: Collection[str]) -> dict[str, str]:

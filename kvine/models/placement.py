@@ -45,12 +45,13 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
     if name != "auto":
         if name == "bf16" and not has_bf16:
             raise ConfigError("This GPU has no bf16. Choose dtype auto, fp32 or fp16.")
-        return DTYPES[name], f"{name} as asked{_cpu_note(DTYPES[name], device)}"
+        return DTYPES[name], f"{name} as asked"
     chosen, why = automatic_dtype(stored, device.type, has_bf16=has_bf16)
-    return DTYPES[chosen], why + _cpu_note(DTYPES[chosen], device)
+    return DTYPES[chosen], why
 
 
-def _cpu_note(dtype: torch.dtype, device: torch.device) -> str:
-    if device.type != "cpu" or dtype == torch.float32 or has_matrix_hardware(dtype):
+def product_note(dtype: torch.dtype, device: torch.device, multiplies_exact: bool) -> str:
+    """What is to be said of products in `dtype` on `device`, where some are with exact weights; often nothing."""
+    if not multiplies_exact or device.type != "cpu" or dtype == torch.float32 or has_matrix_hardware(dtype):
         return ""
-    return "; this CPU has no instructions for it, so products of more than a few rows are computed in fp32"
+    return "this CPU has no instructions for it, so exact weights are multiplied with more than a few rows in fp32"

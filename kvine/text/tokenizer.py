@@ -18,6 +18,7 @@ from kvine.text.gguf_vocab import read_gguf_vocabulary
 from kvine.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from kvine.formats.gguf import GGUFFile
     from kvine.hub import ModelSource
 
 
@@ -83,13 +84,18 @@ class Tokenizer:
         return [_printable(self.token_bytes(i, skip_special=False)) for i in ids]
 
 
-def load_tokenizer(source: "ModelSource") -> Tokenizer:
-    """The tokenizer of a model on disk. Raises ModelLoadError naming what is missing, damaged or of an unknown kind."""
+def load_tokenizer(source: "ModelSource", file: "GGUFFile | None" = None) -> Tokenizer:
+    """The tokenizer of a model on disk; `file` is the source's where that is open already.
+
+    Raises ModelLoadError naming what is missing, damaged or of an unknown kind.
+    """
     if source.format == "safetensors":
         return tokenizer_from_folder(source.path)
-    from kvine.formats.gguf import GGUFFile  # brings torch
+    if file is not None:
+        return tokenizer_from_gguf(file.metadata)
+    from kvine.formats.gguf_header import read_header  # brings the gguf package, which takes long to load
 
-    return tokenizer_from_gguf(GGUFFile(source.path).metadata)
+    return tokenizer_from_gguf(read_header(source.path).metadata)
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:

@@ -44,6 +44,27 @@ def no_process(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
     return Outcome(total, 20.0, 5.0, 1000, 3000, "fp32", "cpu", [1, 2])
 
 
+@pytest.mark.parametrize("command", [GROWING, WALLS, WINDOW, MEANING])
+def test_weights_are_kept_as_asked(experiment, command: tuple[str, ...]) -> None:
+    """All matrices but the two of `down`, whose rows are of 48 numbers."""
+    packed = (*command, "--weights", "q8")
+    assert experiment(*packed, "--json").json["packings"] == {"Q8_0": 13}
+    assert "fp32 (Q8_0 weights) on cpu" in " ".join(experiment(*packed).out.split())
+    assert experiment(*command, "--json").json["packings"] == {}
+
+
+def test_a_trial_is_told_how_weights_are_kept(experiment) -> None:
+    told = []
+
+    def measure(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
+        told.append(trial.weights)
+        return Outcome(90.0, 20.0, 5.0, 1000, 3000, "fp32", "cpu", [1, 2])
+
+    with patch(f"{__name__}.no_process", measure):
+        experiment("cache", "--repeats", 1, "--tokens", 2, "--weights", "q4", "--json")
+    assert told == ["q4", "q4"]
+
+
 def test_growing_curves_for_machines(experiment) -> None:
     report = experiment(*GROWING, "--json").json
     assert [(row["path"], row["logits"]) for row in report["rows"]] == [("cache-free", "all"), ("cached", "all")]

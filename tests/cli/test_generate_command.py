@@ -24,7 +24,19 @@ def test_json_is_one_object(generate):
     ended = generate(PROMPT, *TEN, "--json", "--trace")
     outcome = ended.json
     assert list(outcome) == [
-        *("model", "dtype", "text", "prompt_ids", "token_ids", "finish_reason", "detail", "usage", "timings", "trace")
+        *(
+            "model",
+            "dtype",
+            "packings",
+            "text",
+            "prompt_ids",
+            "token_ids",
+            "finish_reason",
+            "detail",
+            "usage",
+            "timings",
+            "trace",
+        )
     ]
     assert outcome["text"] + "\n" == generate(PROMPT, *TEN).out
     assert len(outcome["prompt_ids"]) == 9 and len(outcome["token_ids"]) == 10
@@ -43,7 +55,7 @@ def test_weights_are_packed_on_demand(generate):
     said = " ".join(ended.err.split())
     assert "(12 Q4_1, 1 Q8_0); 2 stay exact, whose rows are no multiple of 32" in said
     ended = generate(PROMPT, "--weights", "4")
-    assert ended.code == 2 and "weights '4' is unknown: choose one of exact, auto, q8, q4." in " ".join(
+    assert ended.code == 2 and "weights '4' is unknown: choose one of auto, exact, packed, q8, q4." in " ".join(
         ended.err.split()
     )
 

@@ -30,7 +30,7 @@ def test_defaults_are_those_of_the_library():
     sampling, cache, model = parsed()
     assert sampling.params() == SamplingParams()
     assert cache.configs() == (CacheConfig(), EngineConfig())
-    assert model == ModelOptions(hub.DEFAULT_MODEL, "auto", "auto", None)
+    assert model == ModelOptions(hub.DEFAULT_MODEL, "auto", "auto", "auto", None)
     assert options.DEFAULT_MODEL == hub.DEFAULT_MODEL
 
 
@@ -76,13 +76,13 @@ def test_each_cache_and_model_option():
     _, cache, model = parsed(
         *("--kv-memory", "2GiB", "--kv-dtype", "fp16", "--block-size", "8", "--window", "64", "--sinks", "4"),
         *("--sink-rule", "in_cache", "--no-prefix-caching", "--max-step-tokens", "99", "--backend", "reference"),
-        *("-m", "some/model", "--device", "cpu", "--dtype", "fp32", "--threads", "3"),
+        *("-m", "some/model", "--device", "cpu", "--dtype", "fp32", "--weights", "packed", "--threads", "3"),
     )
     assert cache.configs() == (
         CacheConfig(8, "2GiB", "fp16", window=64, sink_tokens=4, sink_rule="in_cache", prefix_caching=False),
         EngineConfig(max_step_tokens=99, backend="reference"),
     )
-    assert model == ModelOptions("some/model", "cpu", "fp32", 3)
+    assert model == ModelOptions("some/model", "cpu", "fp32", "packed", 3)
 
 
 def test_a_group_keeps_nothing_from_one_call_to_the_next():

@@ -47,7 +47,9 @@ def weights_read_once() -> Iterator[None]:
 
     def once(load: Any) -> Any:
         def loaded(*args: Any, **more: Any) -> Any:
-            key = repr((load.__name__, args, sorted(more.items())))
+            key = repr(
+                (load.__name__, args[0], sorted((name, value) for name, value in more.items() if name != "file"))
+            )
             if key not in read:
                 read[key] = load(*args, **more)
             return read[key]

@@ -25,7 +25,7 @@ def text(length: int, vocabulary: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_real_model_gives_the_same_logits_whatever_the_chunk(dtype: str) -> None:
-    model = load_model(resolve("smollm2-135m"), dtype=dtype, device="cpu", weights="auto")
+    model = load_model(resolve("smollm2-135m"), dtype=dtype, device="cpu", weights="packed")
     ids = text(150, model.config.vocab_size)
     whole = logits_of(model, CacheConfig(), ids, 2_048)
     for chunk in (1, 7, 33, 64):
@@ -41,7 +41,7 @@ def test_windows_and_sinks_do_not_depend_on_the_chunk(
     monkeypatch.setenv(kernels.VARIABLE, path)
     oracle, folder = tiny_model(arch)
     source = ModelSource(arch, write_gguf(oracle, folder, "Q4_1"), "gguf", None)
-    model = load_model(source, dtype=dtype, device="cpu", weights="auto")
+    model = load_model(source, dtype=dtype, device="cpu", weights="packed")
     ids = text(70, model.config.vocab_size)
     for cache in (CacheConfig(block_size=4), CacheConfig(block_size=3, window=9, sink_tokens=2, sink_rule="in_cache")):
         whole = logits_of(model, cache, ids, 2_048)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvine.engine.resources import free_memory, usable_cores
+from kvine.engine import resources
+from kvine.engine.resources import checked_threads, default_threads, free_memory, most_threads, usable_cores
+from kvine.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,21 @@ def test_g03_cores_are_the_smaller_of_affinity_and_quota(
     if cpu_max is not None:
         (tmp_path / "cpu.max").write_text(cpu_max + "\n")
     assert usable_cores(tmp_path) == cores
+    assert most_threads(tmp_path) == cores + (cpu_max == "250000 100000")
+
+
+def test_threads_beyond_the_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("200000 100000")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(resources.most_threads, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(resources.usable_cores, "__defaults__", (tmp_path,))
+    assert [checked_threads(number) for number in (1, 2)] == [1, 2]
+    for number in (0, 3, 16, True, "2", 1.5):
+        with pytest.raises(ConfigError, match=r"this process may use 2 cores: give a whole number from 1 to 2\."):
+            checked_threads(number)  # type: ignore[arg-type]
+    for asked, threads in (("1", 1), ("2", 2), ("16", 2), ("0", 2), ("many", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert default_threads() == checked_threads(None) == threads
 
 
 def test_free_memory_is_at_most_what_the_cgroup_leaves(tmp_path: Path) -> None:

@@ -25,9 +25,11 @@ PlantFault = Callable[[EngineParts], EngineParts]
 class Lab:
     """One random model in fp32 and bf16, and all factors."""
 
-    def __init__(self, folder: Path, kind: str, seed: int = 0, *, quick: bool = True) -> None:
+    def __init__(self, folder: Path, kind: str, seed: int = 0, *, quick: bool = True, weights: str = "exact") -> None:
         source = write_checkpoint(folder, kind, seed)
-        self._models = {dtype: load_model(source, dtype=dtype, device="cpu") for dtype in ("fp32", "bf16")}
+        self._models = {
+            dtype: load_model(source, dtype=dtype, device="cpu", weights=weights) for dtype in ("fp32", "bf16")
+        }
         prompts = tuple(Prompt(f"{n} tokens", tuple(random_prompt(n, seed + n))) for n in LENGTHS)
         cpu = torch.device("cpu")
         self.scope = Scope(self._models["fp32"].config, prompts, ("fp32", "bf16"), NEW_TOKENS, quick, cpu)

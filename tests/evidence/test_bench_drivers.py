@@ -13,6 +13,7 @@ from tiny_models import VOCAB, random_prompt, write_checkpoint, write_tokenizer
 from kvine.evidence.bench import peer
 from kvine.evidence.bench.own import Kvine
 from kvine.llm import LLM
+from kvine.models.packing import packed_bytes
 
 IDS = random_prompt(40)
 
@@ -57,6 +58,16 @@ def test_kvine_computes_a_prompt_anew_each_time_but_on_a_hit(task: dict[str, Any
     assert kvine.cache_free(IDS)["seconds"] > 0 and calls == [], "not by the engine, and not from its cache"
     assert kvine.facts["step_bytes"] == kvine.facts["held_bytes"] - VOCAB * 64 * 4, "a table that is no head too"
     assert kvine.memory()["peak_bytes"] > 1 << 20
+    assert kvine.facts["weights"] == "fp32"
+
+
+def test_kvine_says_what_its_weights_are_kept_in(task: dict[str, Any]) -> None:
+    """What most of their bytes are, of embedding and head too; a floor reads them packed."""
+    for weights, kept in (("q8", "Q8_0"), ("q4", "Q4_1")):
+        kvine = Kvine({**task, "dtype": "bf16", "weights": weights})
+        assert kvine.facts["weights"] == kept
+        table = packed_bytes("Q8_0", (VOCAB, 64))
+        assert kvine.facts["step_bytes"] == kvine.facts["held_bytes"] - table < 2 * 3 * 64 * 10 * 64
 
 
 def test_transformers_is_stepped_with_its_cache(task: dict[str, Any], by_hand: list[int]) -> None:

@@ -23,6 +23,12 @@ def test_random_healthy_cells_raise_no_alarm(lab: Lab) -> None:
     assert forks and all(cell.tokens == 8 for cell in forks), "both branches are compared"
 
 
+def test_random_healthy_cells_with_packed_weights_raise_no_alarm(tmp_path: Path) -> None:
+    chance, lab = random.Random(8), Lab(tmp_path, "llama", weights="q8")
+    report = lab.run([lab.draw(chance) for _ in range(12)])
+    assert [cell for cell in report.cells if cell.verdict not in ("identical", "rounding")] == []
+
+
 @pytest.mark.slow
 def test_two_hundred_random_healthy_configurations_raise_no_alarm(tmp_path: Path) -> None:
     verdicts: Counter[str] = Counter()

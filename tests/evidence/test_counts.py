@@ -103,6 +103,17 @@ def test_flops_and_bytes_by_hand(subject: Subject) -> None:
     assert counter(subject).call(0, 100).kv_bytes == work.kv_bytes, "a cache saves computing the past, not reading it"
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("weights", ["exact", "q8", "q4"])
+def test_weights_are_read_as_they_are_held(tmp_path: Path, kind: str, weights: str) -> None:
+    """A head of its own beside an embedding table, and one that is that table."""
+    subject = Subject.load(write_checkpoint(tmp_path, kind), "bf16", weights=weights)
+    count = Counter(subject.model.config, subject.parts.manager.specs, "bf16", packings=subject.model.packings)
+    assert count.call(9, 10).weight_bytes == count.weight_bytes == subject.model.step_bytes
+    table = subject.model.decoder.embedding.weight.nbytes
+    assert subject.model.weight_bytes - count.weight_bytes == (0 if subject.model.config.tie_embeddings else table)
+
+
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (5, 0), (5, 3), (2, 9), (40, 4)])
 def test_pairs_under_windows_and_sinks_follow_the_rule_of_visibility(window: int | None, sinks: int) -> None:
     spec = CacheSpec((0,), 1, 8, 4, window=window, sink_tokens=sinks)

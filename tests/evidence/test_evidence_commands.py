@@ -64,6 +64,23 @@ def test_verify_finds_a_healthy_engine_healthy(folder: Path) -> None:
         assert path["identical"] is True and path["tokens"] == 6 and path["first_divergence"] is None
 
 
+def test_verify_computes_with_packed_weights_where_asked(folder: Path) -> None:
+    """Weights that are rounded on loading are not those that transformers would read."""
+    arguments = ("verify", "-m", folder, "--prompt", PROMPT, "--new-tokens", "4", "--threads", "1", "--dtype", "bf16")
+    result = run(*arguments, "--only", "paths", "--weights", "q8", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["packings"] == {"bf16": {"Q8_0": 23}, "fp32": {"Q8_0": 23}}
+    others = [path for path in report["runs"] if path["path"] == "transformers"]
+    assert len(others) == 2 and all(path["verdict"] == "not run" for path in others)
+    assert all("rounded on loading" in path["reason"] for path in others)
+    shown = run(*arguments, "--only", "cells", "--quick", "--weights", "q8")
+    assert shown.exit_code == 0, shown.output
+    assert "fp32: 23 weights were packed (Q8_0)." in shown.stdout
+    exact = run(*arguments, "--only", "paths", "--json")
+    assert json.loads(exact.stdout)["packings"] == {"bf16": {}, "fp32": {}}
+
+
 def test_verify_runs_fp32_beside_the_compute_dtype(folder: Path) -> None:
     arguments = ("--only", "paths", "--prompt", PROMPT, "--new-tokens", "4", "--threads", "1", "--dtype", "bf16")
     result = run("verify", "-m", folder, *arguments)

@@ -12,7 +12,7 @@ from kvine.evidence.traps.catalogue import TRAPS
 from kvine.evidence.traps.examine import Lab, examine
 from kvine.evidence.traps.inject import inject
 from kvine.evidence.traps.kinds import KINDS
-from kvine.evidence.traps.seams import broken
+from kvine.evidence.traps.seams import broken, healthy
 from kvine.hub import resolve
 
 KINDS_OF_MODEL = ("llama", "qwen3", "gemma3")
@@ -76,6 +76,14 @@ def test_200_healthy_engines_raise_no_alarm(tmp_path: Path) -> None:
         finding = examine_healthy(tmp_path / str(seed), configuration)
         alarms += [(configuration, finding)] if finding.caught else []
     assert not alarms
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("llama", "q8"), ("gemma3", "q4")])
+def test_packed_weights_raise_no_alarm_and_hide_no_fault(tmp_path: Path, kind: str, weights: str) -> None:
+    lab = Lab(write_checkpoint(tmp_path, kind), weights=weights)
+    assert lab.model().packings and not examine(lab, healthy).caught
+    for name in ("position-off-by-one-everywhere", "kv-heads-tiled", "bits-reinterpreted"):
+        assert_named(lab, name)
 
 
 @pytest.mark.parametrize("name", SOME_MUTANTS)

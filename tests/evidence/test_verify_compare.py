@@ -38,6 +38,30 @@ def test_healthy_engines_raise_no_alarm(tmp_path: Path, kind: str, dtype: str) -
         assert set(verdicts(runs).values()) <= ({"identical"} if dtype == "fp32" else {"identical", "rounding"})
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "weights"), [("llama", "q8"), ("llama", "q4"), ("qwen3", "q8"), ("gemma3", "q4")])
+def test_healthy_packed_weights_raise_no_alarm(tmp_path: Path, kind: str, weights: str, dtype: str) -> None:
+    """In fp32 too: a number that is rounded to 8 bits may fall to either side, which an exact product's never does."""
+    for seed in range(4):
+        subject = Subject.load(write_checkpoint(tmp_path / str(seed), kind, seed), dtype, weights=weights)
+        runs, rounding = run(subject, random_prompt((1, 5, 37, 90)[seed], seed), 12)
+        assert subject.model.packings and runs[0].verdict == "reference"
+        assert set(verdicts(runs).values()) <= {"identical", "rounding"}
+        assert rounding.measured > 1e-4 * rounding.logit_range, "what 8 bits make of it is part of the measure"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "fault",
+    [broken_parts.late_positions, broken_parts.stale_block, broken_parts.last_key_dropped],
+    ids=lambda fault: fault.__name__,
+)
+def test_gross_faults_are_seen_with_packed_weights_too(tmp_path: Path, fault: Fault, dtype: str) -> None:
+    subject = Subject.load(write_checkpoint(tmp_path, "llama"), dtype, weights="q8")
+    subject.parts = with_fault(subject.parts, fault)
+    assert set(verdicts(run(subject, random_prompt(37), 12)[0]).values()) == {"fault"}
+
+
 @pytest.mark.parametrize("sink_rule", ["absolute", "in_cache"])
 def test_healthy_windows_and_sinks_raise_no_alarm(tmp_path: Path, sink_rule: str) -> None:
     cache = CacheConfig(block_size=4, window=16, sink_tokens=3, sink_rule=sink_rule)  # type: ignore[arg-type]

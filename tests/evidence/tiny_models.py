@@ -66,10 +66,16 @@ class Subject:
 
     @classmethod
     def load(
-        cls, source: ModelSource, dtype: str, cache: CacheConfig | None = None, *, backend: str = "auto"
+        cls,
+        source: ModelSource,
+        dtype: str,
+        cache: CacheConfig | None = None,
+        *,
+        backend: str = "auto",
+        weights: str = "auto",
     ) -> "Subject":
         cache, config = cache or CacheConfig(block_size=4), EngineConfig(backend=backend)
-        model = load_model(source, dtype=dtype, device="cpu")
+        model = load_model(source, dtype=dtype, device="cpu", weights=weights)
         parts = standard_parts(model, cache, config, vocab_size=VOCAB, eos_ids=())
         return cls(model, parts, DenseRunner(model.decoder, dense_attention(model, cache), model.device), config)
 

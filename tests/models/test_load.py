@@ -312,7 +312,7 @@ def test_e10_auto_is_no_slow_choice(stored: torch.dtype):
 def test_quantized_weights_run_in_bf16_and_fp16_becomes_fp32(tiny):
     model, folder = tiny("TL")
     for quant, expected in (
-        ("Q4_1", "bf16 for weights decoded from Q4_1"),
+        ("Q4_1", "bf16 for weights stored as Q4_1"),
         ("F16", "fp32"),
         ("BF16", "bf16 as stored"),
     ):

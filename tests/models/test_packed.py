@@ -13,12 +13,13 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, standard_parts
 from kvine.errors import ConfigError
 from kvine.hub import ModelSource
-from kvine.kernels.packed import BLOCKS, PackedWeight
+from kvine.kernels.packed import BLOCKS, PackedWeight, bytes_of
 from kvine.models.load import LoadedModel, load_model
+from kvine.models.packing import packed_bytes, packed_row_bytes
 from kvine.sampling.params import SamplingParams
 
 
-def load(path: Path, weights: str = "auto", dtype: str = "fp32") -> LoadedModel:
+def load(path: Path, weights: str = "packed", dtype: str = "fp32") -> LoadedModel:
     kind = "gguf" if path.suffix == ".gguf" else "safetensors"
     return load_model(ModelSource(path.name, path, kind, None), dtype=dtype, device="cpu", weights=weights)
 
@@ -82,17 +83,47 @@ def norm_bytes(model: LoadedModel) -> int:
 def test_what_cannot_be_packed_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = tiny_model("llama")
     for path in (folder, write_gguf(model, folder, "F16")):
-        assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
-        assert "packed" not in load(path, "exact").dtype_reason
+        assert not packed_of(load(path)) and load(path).dtype_reason.endswith(
+            "; no weight is packed in this checkpoint"
+        )
+        assert load(path, "exact").dtype_reason == load(path, "auto").dtype_reason == "fp32 as asked"
     path = write_gguf(model, folder, "Q8_0")
     assert packed_of(load(path)) and not packed_of(load(path, "exact"))
-    with pytest.raises(ConfigError, match="weights 'q3' is unknown: choose one of exact, auto, q8, q4"):
+    with pytest.raises(ConfigError, match="weights 'q3' is unknown: choose one of auto, exact, packed, q8, q4"):
         load(path, "q3")
     monkeypatch.setenv(kernels.VARIABLE, "off")
-    assert not packed_of(load(path)) and "no weight stays packed" in load(path).dtype_reason
-    for weights in ("q8", "q4"):
-        with pytest.raises(ConfigError, match=f"packed to {weights} need .* compiled kernels: choose exact"):
+    for weights, what in (("packed", "that stay packed"), ("q8", "packed to q8"), ("q4", "packed to q4")):
+        with pytest.raises(ConfigError, match=f"Weights {what} need .* compiled kernels: choose exact"):
             load(path, weights)
+
+
+def test_auto_is_packed_but_in_fp32_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = tiny_model("llama")
+    path = write_gguf(model, folder, "Q8_0")
+    number = len(load(path).packings)
+    for dtype in ("auto", "bf16", "fp16"):
+        auto, packed = load(path, "auto", dtype), load(path, "packed", dtype)
+        assert auto.packings == packed.packings and auto.fingerprint == packed.fingerprint and packed_of(auto)
+        assert auto.dtype_reason.endswith(f"; {number} weights stay packed (Q8_0)")
+        assert "instructions" not in auto.dtype_reason, "no weight is multiplied as it would be decoded"
+    asked = "bf16 for weights stored as Q8_0"
+    assert load(path, "auto", "auto").dtype_reason == f"{asked}; {number} weights stay packed (Q8_0)"
+    decoded = f"{number} weights are decoded (Q8_0)"
+    auto, exact = load(path, "auto", "fp32"), load(path, "exact", "fp32")
+    assert not packed_of(auto) and auto.dtype_reason == f"fp32 as asked; {decoded}, as auto does in fp32"
+    assert auto.fingerprint == exact.fingerprint and exact.dtype_reason == f"fp32 as asked; {decoded}, as asked"
+    monkeypatch.setenv(kernels.VARIABLE, "off")
+    auto = load(path, "auto", "bf16")
+    assert not packed_of(auto)
+    assert auto.dtype_reason.endswith(f"; {decoded}, for there are no kernels to multiply them packed")
+
+
+@pytest.mark.parametrize("packing", BLOCKS)
+def test_sizes_are_known_without_the_kernels(packing: str) -> None:
+    """The planner's formula and the extension's own, of rows that fill tiles and rows that do not."""
+    for out, width in ((1, 256), (16, 512), (131, 256), (49_152, 768)):
+        assert packed_bytes(packing, (out, width)) == bytes_of(packing, (out, width))
+    assert 16 * packed_row_bytes(packing, 256) == bytes_of(packing, (16, 256))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])

@@ -147,6 +147,7 @@ def _compare(
             logits=logits.value,
             dtype=model.dtype,
             device=model.device,
+            weights=model.weights,
             threads=model.threads,
             progress=progress,
         )
@@ -165,6 +166,7 @@ def experiment_json(outcome: "CacheExperiment") -> dict[str, Any]:
     return {
         "model": outcome.model,
         "dtype": outcome.dtype,
+        "packings": outcome.packings,
         "device": outcome.device,
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": outcome.new_tokens,
@@ -181,10 +183,13 @@ def show_experiment(outcome: "CacheExperiment") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvine.models.packing import computes_in
+
+    dtype = computes_in(outcome.dtype, outcome.packings)
     from kvine.evidence.experiments.cache import memory_sentence
 
     table = Table(
-        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: {outcome.prompt_tokens:,} tokens of prompt, "
+        title=f"{outcome.model}, {dtype} on {outcome.device}: {outcome.prompt_tokens:,} tokens of prompt, "
         f"{outcome.new_tokens} new ones, median of {outcome.repeats}"
     )
     table.add_column("path")

@@ -16,6 +16,7 @@ def curves_json(outcome: "Curves") -> dict[str, Any]:
     return {
         "model": outcome.model,
         "dtype": outcome.dtype,
+        "packings": outcome.packings,
         "device": outcome.device,
         "repeats": outcome.repeats,
         "logits": outcome.logits,
@@ -76,11 +77,14 @@ def _length(tokens: int | None) -> str:
 def _point_table(outcome: "Curves", curve: "Curve") -> "Table":
     from rich.table import Table
 
+    from kvine.models.packing import computes_in
+
+    dtype = computes_in(outcome.dtype, outcome.packings)
     after = (
         "new tokens after a prompt of that length" if curve.grow == "prompt" else "token of prompt before the output"
     )
     table = Table(
-        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: the {curve.grow} grows, {curve.fixed} {after}",
+        title=f"{outcome.model}, {dtype} on {outcome.device}: the {curve.grow} grows, {curve.fixed} {after}",
         box=None,
         pad_edge=False,
         header_style="dim",

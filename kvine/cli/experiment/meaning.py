@@ -92,9 +92,12 @@ def _layer_table(outcome: "Meaning", token: "TokenMeaning") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
+    from kvine.models.packing import computes_in
+
+    dtype = computes_in(outcome.dtype, outcome.packings)
     table = Table(
         title=Text(
-            f"{outcome.model}, {outcome.dtype} on {outcome.device}: {token.piece!r} ({token.token_id}) at positions "
+            f"{outcome.model}, {dtype} on {outcome.device}: {token.piece!r} ({token.token_id}) at positions "
             f"{token.positions[0]} and {token.positions[1]}"
         ),
         box=None,

@@ -52,6 +52,7 @@ def walls_json(outcome: "Walls") -> dict[str, Any]:
     return {
         "model": outcome.model,
         "dtype": outcome.dtype,
+        "packings": outcome.packings,
         "device": outcome.device,
         "steps": outcome.steps,
         "budget_bytes": outcome.budget_bytes,
@@ -95,9 +96,12 @@ def show_walls(outcome: "Walls") -> None:
 def _heat_table(outcome: "Walls") -> "Table":
     from rich.table import Table
 
+    from kvine.models.packing import computes_in
+
+    dtype = computes_in(outcome.dtype, outcome.packings)
     contexts = sorted({cell.context for cell in outcome.cells})
     table = Table(
-        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: a decode step, median of {outcome.steps}",
+        title=f"{outcome.model}, {dtype} on {outcome.device}: a decode step, median of {outcome.steps}",
         show_lines=True,
     )
     table.add_column("batch", justify="right")

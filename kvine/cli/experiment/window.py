@@ -52,6 +52,7 @@ def window_json(outcome: "WindowExperiment") -> dict[str, Any]:
     return {
         "model": outcome.model,
         "dtype": outcome.dtype,
+        "packings": outcome.packings,
         "device": outcome.device,
         "window": outcome.window,
         "prompt_tokens": outcome.prompt_tokens,
@@ -90,8 +91,11 @@ def show_window(outcome: "WindowExperiment") -> None:
 def _recall_table(outcome: "WindowExperiment") -> "Table":
     from rich.table import Table
 
+    from kvine.models.packing import computes_in
+
+    dtype = computes_in(outcome.dtype, outcome.packings)
     table = Table(
-        title=f"{outcome.model}, {outcome.dtype} on {outcome.device}: a fact told at the start, asked for after up to "
+        title=f"{outcome.model}, {dtype} on {outcome.device}: a fact told at the start, asked for after up to "
         f"{outcome.prompt_tokens} tokens",
         caption="sees: tokens that a query sees at most. P: of the right answer. #: rank of its first token.",
         box=None,

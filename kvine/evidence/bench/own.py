@@ -4,11 +4,15 @@ Tokens come out of the engine that serves every user, its scheduler and sampler 
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvine.evidence.bench.peer import Driver, serve
+
+if TYPE_CHECKING:
+    from kvine.models.load import LoadedModel
 
 
 class Kvine(Driver):
@@ -31,9 +35,13 @@ class Kvine(Driver):
         )
         self._torch = torch
         self._runs = 0
-        held = self._llm.model.weight_bytes
-        table = 0 if self._llm.model.config.tie_embeddings else self._llm.model.decoder.embedding.weight.nbytes
-        self.facts = {"version": __version__, "held_bytes": held, "step_bytes": held - table}
+        model = self._llm.model
+        self.facts = {
+            "version": __version__,
+            "held_bytes": model.weight_bytes,
+            "step_bytes": model.step_bytes,
+            "weights": _kept_in(model, task["dtype"]),
+        }
 
     def generate(self, ids: Sequence[int], tokens: int) -> dict[str, Any]:
         """See `Driver`."""
@@ -87,6 +95,16 @@ class Kvine(Driver):
         """Only requests with the same salt share blocks: nothing that an earlier run left is found."""
         self._runs += 1
         return f"run {self._runs}"
+
+
+def _kept_in(model: "LoadedModel", dtype: str) -> str:
+    """What most of the weights' bytes are in: a packed type, or the compute dtype."""
+    from kvine.models.names import held_bytes
+
+    sizes: Counter[str] = Counter()
+    for role, size in held_bytes(model.config, dtype, model.packings).items():
+        sizes[model.packings.get(role, dtype)] += size
+    return sizes.most_common(1)[0][0]
 
 
 @dataclass

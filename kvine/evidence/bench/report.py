@@ -32,6 +32,7 @@ class Row:
             there is no floor.
         bound: whether reading or multiplying sets the floor of a time or a rate.
         low, high: least and most of the repeats.
+        repeats: how many there were.
         kvine_ratio: Kvine's figure over this one; None without one of Kvine's, and for Kvine itself.
     """
 
@@ -46,6 +47,7 @@ class Row:
     bound: Bound | None
     low: float
     high: float
+    repeats: int = 1
     kvine_ratio: float | None = None
 
     @property
@@ -65,14 +67,14 @@ class Row:
         return self.value / self.floor if self.is_rate else self.floor / self.value
 
     @property
-    def spread(self) -> float:
-        """Most less least of the repeats, over the median."""
-        return (self.high - self.low) / self.value
+    def spread(self) -> float | None:
+        """Most less least of the repeats, over the median; None of a single one."""
+        return (self.high - self.low) / self.value if self.repeats > 1 else None
 
     @property
     def is_noisy(self) -> bool:
         """Whether it varied by more than 20 % of the median."""
-        return self.spread > NOISY
+        return self.spread is not None and self.spread > NOISY
 
 
 @dataclass(frozen=True)
@@ -156,4 +158,17 @@ def row_of(
 ) -> Row:
     """The row of several repeats, in the unit that `UNITS` gives."""
     value = median(figures)
-    return Row(engine, weights, what, context, batch, value, UNITS[what], floor, bound, min(figures), max(figures))
+    return Row(
+        engine,
+        weights,
+        what,
+        context,
+        batch,
+        value,
+        UNITS[what],
+        floor,
+        bound,
+        min(figures),
+        max(figures),
+        len(figures),
+    )

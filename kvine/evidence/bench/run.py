@@ -53,7 +53,7 @@ def run_bench(
     device = planned_device(settings.device)
     if peers and device != "cpu":
         raise ConfigError("Other engines are measured on the CPU only: add --device cpu.")
-    subject = subject_of(str(source.path), dtype=settings.dtype, device=device)
+    subject = subject_of(str(source.path), dtype=settings.dtype, device=device, weights="exact")  # as peers hold them
     if subject.model is None:
         raise ModelLoadError(f"{source.name}: {subject.not_run}")
     threads = checked_threads(settings.threads)
@@ -129,13 +129,7 @@ class _Scene:
 
     def weights(self, player: Player) -> str:
         """What its weights are kept in."""
-        stored = stored_weights(self.source.path)
-        if player.peer is None:
-            exact = self.subject.weights
-            is_packed = exact is not None and player.facts["held_bytes"] < exact.nbytes
-            packed = stored.kind if stored is not None and self.settings.weights == "auto" else self.settings.weights
-            return packed if is_packed else self.subject.dtype
-        if player.peer.name == "llama.cpp" and (stored := stored_weights(player.model_path)) is not None:
+        if player.name == "llama.cpp" and (stored := stored_weights(player.model_path)) is not None:
             return stored.kind
         return str(player.facts["weights"])
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvine.errors import ContextLengthError, RequestError
 from kvine.evidence.prompts import DEFAULT_PROMPT, QUESTION, fox_prompt
+from kvine.models.packing import check_weights
 from kvine.text.tokenizer import Tokenizer
 
 WHAT = ("ready", "prefill", "decode", "batch", "prefix_hit", "peak_memory", "cache_free")
@@ -33,13 +34,14 @@ class Settings:
     tokens: int = 64
     batches: tuple[int, ...] = (1, 8, 32, 64)
     context: int | None = None
-    weights: str = "exact"
+    weights: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     patience: float = PATIENCE
 
     def __post_init__(self) -> None:
+        check_weights(self.weights)
         if unknown := [name for name in self.what if name not in WHAT]:
             raise RequestError(f"A bench does not measure {unknown[0]!r}: choose among {', '.join(WHAT)}.")
         if not self.what:

@@ -11,7 +11,8 @@ from kvine.config import CacheConfig
 from kvine.engine.build import DTYPE_NAMES, dense_attention
 from kvine.engine.cache_free import DenseRunner
 from kvine.evidence.cells.setup import Prompt, Setup
-from kvine.evidence.judge import LARGEST_SHARE, MARGIN, Rounding, measure_rounding
+from kvine.evidence.exact_products import with_exact_products
+from kvine.evidence.judge import LARGEST_SHARE, MARGIN, PACKED_SHARE, Rounding, measure_rounding
 from kvine.evidence.locate import StateTrace
 from kvine.evidence.paths import Record
 from kvine.evidence.row_split import split_logits, whole_logits
@@ -68,9 +69,12 @@ class Oracle:
         ids, count = _text(setup)
         dense = self._dense(setup.cache)
         logits = whole_logits(dense, ids, count)[:, : self.vocab_size]
-        control = split_logits(dense, ids, count, self._model.dtype)[:, : self.vocab_size]
+        controls = [split_logits(dense, ids, count, self._model.dtype)[:, : self.vocab_size]]
+        if (other := with_exact_products(dense)) is not None:
+            controls.append(whole_logits(other, ids, count)[:, : self.vocab_size])
         record = Record(logits.argmax(1).tolist(), logits)
-        rounding = measure_rounding(self._model.dtype, record, control, largest_share=self._largest_share(setup.cache))
+        share = self._largest_share(setup.cache)
+        rounding = measure_rounding(self._model.dtype, record, *controls, largest_share=share)
         if self._keep(setup.cache) is not None:
             # Whether a value lies above or below the middle of two that can be stored is up to rounding too, and a
             # single one that falls the other way shows in no control. All together they make less than the loss.
@@ -88,6 +92,8 @@ class Oracle:
         share = LARGEST_SHARE[DTYPE_NAMES[self._model.dtype]]
         if self._keep(cache) is not None:
             share = max(share, LARGEST_SHARE[cache.kv_dtype])
+        if self._model.packings:
+            share = max(share, PACKED_SHARE)
         unsteady = cache.window is not None and cache.sink_tokens == 0
         return UNSTEADY * share if unsteady else share
 

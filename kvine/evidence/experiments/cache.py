@@ -1,7 +1,7 @@
 """`experiment cache`: what a KV cache saves in time, and what it costs and saves in memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
@@ -40,6 +40,7 @@ class CacheExperiment:
         prompt_tokens, new_tokens, repeats: how.
         rows: cache-free then cached, for each mode of logits.
         same_tokens: whether all trials generated the same tokens.
+        packings: how many weights were packed, by type.
     """
 
     model: str
@@ -50,6 +51,7 @@ class CacheExperiment:
     repeats: int
     rows: tuple[Row, ...]
     same_tokens: bool
+    packings: Mapping[str, int] = field(default_factory=dict)
 
     def row(self, path: Path, logits: LogitsMode) -> Row:
         """The row of one path and mode; KeyError if it was not measured."""
@@ -74,6 +76,7 @@ def run_cache_experiment(
     logits: Literal["all", "last", "both"] = "all",
     dtype: str = "auto",
     device: str = "auto",
+    weights: str = "auto",
     threads: int | None = None,
     progress: Progress = silent,
     measure: Measure = run_trial,
@@ -86,7 +89,7 @@ def run_cache_experiment(
         new_tokens: to generate, end of text or not.
         repeats: of each path.
         logits: which of a call's logits are computed; `both` measures either.
-        dtype, device, threads: as `LLM` takes them.
+        dtype, device, weights, threads: as `LLM` takes them.
         progress: told of every token.
         measure: carries out one trial.
 
@@ -99,7 +102,7 @@ def run_cache_experiment(
     prompt_ids = load_tokenizer(source).encode(prompt)
     modes: tuple[LogitsMode, ...] = ("all", "last") if logits == "both" else (logits,)
     trials = [
-        Trial(str(source.path), dtype, device, threads, path, mode, prompt_ids, new_tokens)
+        Trial(str(source.path), dtype, device, threads, path, mode, prompt_ids, new_tokens, weights)
         for mode in modes
         for path in PATHS
     ]
@@ -120,6 +123,7 @@ def run_cache_experiment(
         repeats,
         tuple(_row(path, mode, several) for (path, mode), several in outcomes.items()),
         all(outcome.token_ids == every[0].token_ids for outcome in every),
+        every[0].packings,
     )
 
 

@@ -3,13 +3,13 @@
 A call computes the rows start … end - 1 of one text; with a cache that is one row, without one it is all of them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
-from kvine.cache.spec import ITEM_BYTES, CacheSpec
+from kvine.cache.spec import CacheSpec
 from kvine.models.config import ModelConfig
-from kvine.models.names import required_shapes
+from kvine.models.names import held_bytes, required_shapes
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class Counter:
         specs: of its cache.
         dtype: compute dtype, `fp32`, `bf16` or `fp16`.
         all_logits: whether a call computes the logits of all its rows, or of the last.
+        packings: type of each packed weight, by role.
     """
 
     model: ModelConfig
     specs: tuple[CacheSpec, ...]
     dtype: str
     all_logits: bool = False
+    packings: Mapping[str, str] = field(default_factory=dict)
 
     def call(self, start: int, end: int) -> Work:
         """The work of computing the rows start … end - 1, 0 <= start < end."""
@@ -96,10 +98,8 @@ class Counter:
     @property
     def weight_bytes(self) -> int:
         """Weights that a call reads; of an embedding that is not the head too it reads a few rows only."""
-        sizes = ITEM_BYTES[self.dtype]
-        shapes = required_shapes(self.model).items()
-        read = [shape for role, shape in shapes if role != "embedding.weight" or self.model.tie_embeddings]
-        return sum(sizes * shape[0] * shape[1] if len(shape) == 2 else ITEM_BYTES["fp32"] * shape[0] for shape in read)
+        sizes = held_bytes(self.model, self.dtype, self.packings).items()
+        return sum(size for role, size in sizes if role != "embedding.weight" or self.model.tie_embeddings)
 
     def _linear_weights(self) -> tuple[int, int]:
         """Weights of all layers' products, and of the head's."""

@@ -5,8 +5,8 @@ Counted exponents say what has to be done, timed ones what a machine makes of it
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Literal
@@ -20,6 +20,7 @@ from kvine.evidence.experiments.trial import LogitsMode, Path, Trial, generate, 
 from kvine.evidence.progress import Progress, silent
 from kvine.evidence.prompts import DEFAULT_PROMPT
 from kvine.llm import LLM
+from kvine.models.packing import count_packings
 
 Grow = Literal["prompt", "output"]
 Per = Literal["step", "total"]
@@ -101,7 +102,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """What came of it. `heads` are the query heads of all layers: pairs divided by it are those of one head."""
+    """What came of it.
+
+    `heads` are the query heads of all layers: pairs divided by it are those of one head. `packings` says how many
+    weights were packed, by type.
+    """
 
     model: str
     dtype: str
@@ -111,6 +116,7 @@ class Curves:
     heads: int
     curves: tuple[Curve, ...]
     balance: Balance
+    packings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -158,7 +164,7 @@ def run_curves(
     for grow in grows:
         _check_sizes(grow, lengths[grow], llm.model.config.max_context)
     dtype = DTYPE_NAMES[llm.model.dtype]
-    counter = Counter(llm.model.config, llm.parts.manager.specs, dtype, all_logits=logits == "all")
+    counter = Counter(llm.model.config, llm.parts.manager.specs, dtype, logits == "all", llm.model.packings)
     bench = _Bench(llm, counter, repeats, logits, progress, stamps or generation_stamps)
     bench.warm_up()
     return Curves(
@@ -170,6 +176,7 @@ def run_curves(
         llm.model.config.num_layers * llm.model.config.num_heads,
         tuple(_curve(bench, grow, lengths[grow]) for grow in grows),
         Balance.of(counter),
+        count_packings(llm.model.packings),
     )
 
 

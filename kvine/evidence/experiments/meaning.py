@@ -5,8 +5,8 @@ layer 1 on they are made from what the word has read around it.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.runner import Runner
 from kvine.errors import ContextLengthError, RequestError
 from kvine.llm import LLM
+from kvine.models.packing import count_packings
 from kvine.rope import rotate
 from kvine.text.tokenizer import Tokenizer
 
@@ -65,7 +66,11 @@ class TokenMeaning:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What came of it. `tokens` are the word's; only the last of them has read the whole word."""
+    """What came of it.
+
+    `tokens` are the word's; only the last of them has read the whole word. `packings` says how many weights were
+    packed, by type.
+    """
 
     model: str
     dtype: str
@@ -74,6 +79,7 @@ class Meaning:
     word: str
     pieces: tuple[tuple[str, ...], tuple[str, ...]]
     tokens: tuple[TokenMeaning, ...]
+    packings: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ def compare_meaning(llm: LLM, sentences: tuple[str, str], word: str) -> Meaning:
         word,
         (pieces[0], pieces[1]),
         tokens,
+        count_packings(llm.model.packings),
     )
 
 

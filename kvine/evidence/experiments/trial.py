@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvine.errors import ContextLengthError, KvineError
@@ -29,7 +29,7 @@ class Trial:
     """What to measure.
 
     Attributes:
-        model, dtype, device, threads: as `LLM` takes them.
+        model, dtype, device, threads, weights: as `LLM` takes them.
         path: whether each token recomputes the whole text, or only itself.
         logits: of all positions that a call computes, or of its last.
         prompt_ids: what is read first.
@@ -44,6 +44,7 @@ class Trial:
     logits: LogitsMode
     prompt_ids: Sequence[int]
     new_tokens: int
+    weights: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Outcome:
         start_bytes, peak_bytes: memory before the prompt, and at most; see `kvine.evidence.memory`.
         dtype, device: what the model ran in and on.
         token_ids: what was generated.
+        packings: how many weights were packed, by type.
     """
 
     total_ms: float
@@ -67,6 +69,7 @@ class Outcome:
     dtype: str
     device: str
     token_ids: list[int]
+    packings: dict[str, int] = field(default_factory=dict)
 
 
 def run_trial(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
@@ -109,6 +112,7 @@ def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcom
     """Measures in this process, on a model that is loaded. Raises ContextLengthError if the text will not fit it."""
     from kvine.engine.build import DTYPE_NAMES
     from kvine.evidence.memory import PeakMemory
+    from kvine.models.packing import count_packings
 
     total, context = len(trial.prompt_ids) + trial.new_tokens, llm.parts.max_context
     if context is not None and total > context:
@@ -139,6 +143,7 @@ def measure(llm: "LLM", trial: Trial, on_token: Callable[[int], None]) -> Outcom
         dtype=DTYPE_NAMES[llm.model.dtype],
         device=str(device),
         token_ids=token_ids,
+        packings=count_packings(llm.model.packings),
     )
 
 
@@ -188,7 +193,7 @@ def main() -> None:
     try:
         from kvine.llm import LLM
 
-        llm = LLM(trial.model, dtype=trial.dtype, device=trial.device, threads=trial.threads)
+        llm = LLM(trial.model, dtype=trial.dtype, device=trial.device, weights=trial.weights, threads=trial.threads)
         outcome = measure(llm, trial, lambda done: _answer({"token": done}))
     except KvineError as error:
         _answer({"error": str(error)})

@@ -5,8 +5,8 @@ cheap while the weights rule, and as dear as its K and V once these do.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvine.evidence.experiments.counts import Counter, first_length
 from kvine.evidence.experiments.trial import synchronize
 from kvine.evidence.progress import Progress, silent
 from kvine.llm import LLM
+from kvine.models.packing import count_packings
 from kvine.sampling.params import SamplingParams
 
 MOST_SEQUENCES = 4096
@@ -83,7 +84,10 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Walls:
-    """What came of it. `budget_bytes` is what the caches were allowed to take."""
+    """What came of it.
+
+    `budget_bytes` is what the caches were allowed to take, `packings` how many weights were packed, by type.
+    """
 
     model: str
     dtype: str
@@ -92,6 +96,7 @@ class Walls:
     budget_bytes: int
     cells: tuple[Cell, ...]
     crossovers: tuple[Crossover, ...]
+    packings: Mapping[str, int] = field(default_factory=dict)
 
 
 def run_walls(
@@ -152,6 +157,7 @@ def run_walls(
         budget,
         tuple(sorted(cells, key=lambda cell: (cell.batch, cell.context))),
         tuple(_crossover(bench.counter, batch, [cell for cell in cells if cell.batch == batch]) for batch in batches),
+        count_packings(llm.model.packings),
     )
 
 
@@ -168,7 +174,8 @@ class _Bench:
     """Sequences of a given context, each with blocks of its own, in a cache that is just large enough."""
 
     def __init__(self, llm: LLM, most_sequences: int, longest: int, budget: int, steps: int, timer: StepTimer) -> None:
-        self.counter = Counter(llm.model.config, llm.parts.manager.specs, DTYPE_NAMES[llm.model.dtype])
+        dtype, specs = DTYPE_NAMES[llm.model.dtype], llm.parts.manager.specs
+        self.counter = Counter(llm.model.config, specs, dtype, packings=llm.model.packings)
         self._steps, self._timer = steps, timer
         needed = most_sequences * self._sequence_bytes(longest + 1)
         one_block = sum(spec.bytes_per_block(self.counter.dtype) for spec in self.counter.specs)

@@ -5,8 +5,8 @@ finds the right answer, and how likely it finds the talk itself (perplexity).
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -20,6 +20,7 @@ from kvine.evidence.experiments.edge import Edge, SeenFirst, edges, first_key_se
 from kvine.evidence.experiments.scenes import SCENES, Scene, scene_text
 from kvine.evidence.progress import Progress, silent
 from kvine.llm import LLM
+from kvine.models.packing import count_packings
 
 SINKS = 4  # as many as StreamingLLM keeps (arXiv:2309.17453)
 STEP_TOKENS = 128  # whose logits are held at once
@@ -63,7 +64,8 @@ class Kept:
 class WindowExperiment:
     """What came of it: ways of keeping the past, where exactly a window ends, and a check of that in the model.
 
-    `kept` begins with everything kept, and with everything kept of a text that never tells the facts.
+    `kept` begins with everything kept, and with everything kept of a text that never tells the facts. `packings` says
+    how many weights were packed, by type.
     """
 
     model: str
@@ -74,6 +76,7 @@ class WindowExperiment:
     kept: tuple[Kept, ...]
     edges: tuple[Edge, ...]
     seen: SeenFirst
+    packings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tells(self) -> bool:
@@ -145,6 +148,7 @@ def run_window_experiment(
         tuple(kept),
         (*edges(edge_window, 0, llm.cache_config.block_size), *edges(edge_window, SINKS, llm.cache_config.block_size)),
         first_key_seen(stepped(llm, CacheConfig(window=window)), texts[0].prompt),
+        count_packings(llm.model.packings),
     )
 
 

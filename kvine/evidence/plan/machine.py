@@ -1,10 +1,12 @@
 """What this machine has: memory to fill, and how fast it reads it. torch is loaded only where there is a GPU to ask."""
 
+import os
 import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from kvine.config import parse_bytes
@@ -15,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 PROBE_BYTES = 1 << 30
 PROBE_SECONDS = 2.0
 MOST_GIGABYTES = 1e6  # a second
+_KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ def planned_device(name: str) -> str:
     from kvine.models.placement import choose_device
 
     return choose_device(name).type
+
+
+def has_kernels() -> bool:
+    """Whether a CPU would compute with compiled kernels. They are looked for, not loaded: torch would come along."""
+    if os.environ.get("KVINE_KERNELS") == "off":
+        return False
+    return PathFinder.find_spec("kvine.kernels._native", [str(_KERNELS)]) is not None
 
 
 def available_memory(device: str) -> Quantity:

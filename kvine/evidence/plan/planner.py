@@ -29,6 +29,7 @@ def plan(
     bandwidth: int | str | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    weights: str = "auto",
     cache: CacheConfig | None = None,
     engine: EngineConfig | None = None,
     params: int | None = None,
@@ -44,6 +45,7 @@ def plan(
         bandwidth: bytes a second, or a text such as `19GB/s`; by default it is measured, which takes two seconds.
         dtype: compute dtype: `auto`, `fp32`, `bf16` or `fp16`.
         device: `auto`, `cpu`, `cuda` or `mps`.
+        weights: how they are kept, as `LLM` takes it; `auto` for what is no model that Kvine runs.
         cache, engine: the options that it would run with.
         params: parameters, for a model that Kvine does not run.
         progress: hears of a fetch.
@@ -56,7 +58,9 @@ def plan(
     _check_count("batch", batch, MOST_BATCH)
     place = planned_device(device)
     if isinstance(model, str):
-        subject = subject_of(model, dtype=dtype, device=place, params=params, progress=progress)
+        subject = subject_of(model, dtype=dtype, device=place, weights=weights, params=params, progress=progress)
+    elif weights != "auto":
+        raise ConfigError("Figures do not say how weights are kept: leave out --weights, or name a model.")
     else:
         subject = model.subject(dtype) if isinstance(model, Figures) else model
     if context is None:
@@ -125,6 +129,7 @@ class Planner:
             self.specs,
             dtype=self.subject.dtype,
             on_cpu=self.device == "cpu",
+            packings=self.subject.packings,
             context=context,
             batch=batch,
             max_step_tokens=self.engine.max_step_tokens,

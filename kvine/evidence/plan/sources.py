@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvine.errors import ConfigError, ModelLoadError
 from kvine.evidence.plan.foreign import foreign_subject
+from kvine.evidence.plan.machine import has_kernels
 from kvine.evidence.plan.subject import PlannedLayer, Subject
 from kvine.evidence.plan.weights import weights_of
 from kvine.formats.safetensors_headers import INDEX_FILE, SINGLE_FILE, read_headers
@@ -19,7 +20,8 @@ from kvine.models.config_gguf import config_from_gguf
 from kvine.models.config_hf import ARCHITECTURES, config_from_hf
 from kvine.models.dtypes import automatic_dtype
 from kvine.models.fields import Fields
-from kvine.models.names import check_tensors, gguf_names, hf_names
+from kvine.models.names import check_tensors, gguf_names, hf_names, required_shapes
+from kvine.models.packing import check_weights, choose_packings
 
 MOST_BYTES = 2**62  # what a checkpoint may store, as the most that a machine may hold
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -27,7 +29,13 @@ _STORED = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF
 
 
 def subject_of(
-    name: str, *, dtype: str = "auto", device: str = "cpu", params: int | None = None, progress: Progress | None = None
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    weights: str = "auto",
+    params: int | None = None,
+    progress: Progress | None = None,
 ) -> Subject:
     """The model called `name`: an alias, a hub id, a folder, a config.json or a .gguf file.
 
@@ -35,26 +43,32 @@ def subject_of(
         name: of a hub id that is not on this disk, the config and the index of the shards are fetched.
         dtype: compute dtype, or auto.
         device: the kind of device that it is planned for, which decides what auto means.
+        weights: how they are kept, as `LLM` takes it.
         params: parameters, for a model that Kvine does not run.
         progress: hears of a fetch.
 
     Raises:
         FetchError, ModelLoadError: with a sentence that says what to do.
-        ConfigError: for an unknown dtype, or params of a model whose weights can be counted.
+        ConfigError: for an unknown dtype, weights that cannot be kept so, or params of a model whose weights can be
+            counted.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
+    check_weights(weights)
+    how = _How(dtype, device, weights)
     path = find_config(name, progress=progress)
     if path.is_file() and path.suffix != ".json":
         _refuse_params(params)
-        return _from_gguf(name, path, dtype, device)
+        return _from_gguf(name, path, how)
     config = path / "config.json" if path.is_dir() else path
     values = _read_json(config)
     folder = path if path.is_dir() else None
     reason = _not_run(values)
     if reason is None:
         _refuse_params(params)
-        return _from_hf(name, values, config, folder, dtype, device)
+        return _from_hf(name, values, config, folder, how)
+    if weights != "auto":
+        raise ConfigError(f"{reason} Leave out --weights, which is about weights that Kvine loads.")
     stored = None if folder is None else _stored_bytes(folder)
     return foreign_subject(
         values, str(config), name=name, dtype=dtype, reason=reason, stored_bytes=stored, params=params
@@ -66,7 +80,16 @@ def _refuse_params(params: int | None) -> None:
         raise ConfigError("The weights of this model are counted exactly: leave out --params.")
 
 
-def _from_gguf(name: str, path: Path, dtype: str, device: str) -> Subject:
+@dataclass(frozen=True)
+class _How:
+    """What loading would be asked for: compute dtype, kind of device, and how the weights are kept."""
+
+    dtype: str
+    device: str
+    weights: str
+
+
+def _from_gguf(name: str, path: Path, how: _How) -> Subject:
     from kvine.formats.gguf_header import read_header  # the gguf package takes longer to load than the rest together
 
     header = read_header(path)
@@ -74,33 +97,39 @@ def _from_gguf(name: str, path: Path, dtype: str, device: str) -> Subject:
     model = config_from_gguf(header.metadata, shapes, str(path))
     names = gguf_names(model)
     check_tensors(model, names, shapes, str(path))
-    used = [header.tensors[stored] for stored in names.values()]
-    compute, why = _compute_dtype(dtype, _most_of(used), device)
-    return _known(name, model, compute, why, sum(info.nbytes for info in used))
+    return _known(name, model, {role: header.tensors[stored] for role, stored in names.items()}, how)
 
 
-def _from_hf(
-    name: str, values: Mapping[str, Any], config: Path, folder: Path | None, dtype: str, device: str
-) -> Subject:
+def _from_hf(name: str, values: Mapping[str, Any], config: Path, folder: Path | None, how: _How) -> Subject:
     model = config_from_hf(values, str(config))
     if folder is not None and _has_weights(folder):
         tensors = read_headers(folder).tensors
         names = hf_names(model, tensors)
         check_tensors(model, names, {tensor: info.shape for tensor, info in tensors.items()}, str(folder))
-        used = [tensors[stored] for stored in names.values()]
-        compute, why = _compute_dtype(dtype, _most_of(used), device)
-        return _known(name, model, compute, why, sum(info.nbytes for info in used))
+        return _known(name, model, {role: tensors[stored] for role, stored in names.items()}, how)
     text = values.get("text_config")
     named = values.get("torch_dtype") or values.get("dtype")
     if named is None and isinstance(text, Mapping):
         named = text.get("torch_dtype") or text.get("dtype")
-    compute, why = _compute_dtype(dtype, _STORED.get(str(named), "BF16"), device)
-    if named is None and dtype == "auto":
+    stored_as = _STORED.get(str(named), "BF16")
+    shapes = required_shapes(model)
+    assumed = {role: TensorInfo(role, shape, stored_as, 0, 0, config) for role, shape in shapes.items()}
+    return _known(name, model, assumed, how, says_stored=named is not None)
+
+
+def _known(
+    name: str, model: ModelConfig, stored: Mapping[str, TensorInfo], how: _How, *, says_stored: bool = True
+) -> Subject:
+    """A model that Kvine runs, by what is stored of each role: of no bytes where only the config is there."""
+    dtype, why = _compute_dtype(how.dtype, _most_of(stored.values()), how.device)
+    if not says_stored and how.dtype == "auto":
         why = "The config does not say how the weights are stored: bf16 is assumed."
-    return _known(name, model, compute, why, None)
-
-
-def _known(name: str, model: ModelConfig, dtype: str, why: str, stored_bytes: int | None) -> Subject:
+    decided = choose_packings(
+        stored, how.weights, is_fp32=dtype == "fp32", device=how.device, has_kernels=has_kernels()
+    )
+    packings, stored_bytes = decided.types, sum(info.nbytes for info in stored.values()) or None
+    if decided.reason:
+        why += f" {decided.reason[0].upper()}{decided.reason[1:]}."
     return Subject(
         name=name,
         architecture=model.architecture,
@@ -108,12 +137,13 @@ def _known(name: str, model: ModelConfig, dtype: str, why: str, stored_bytes: in
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
-        weights=weights_of(model, dtype, stored_bytes),
+        weights=weights_of(model, dtype, packings, stored_bytes),
         num_heads=model.num_heads,
         max_context=model.max_context,
         model=model,
+        packings=packings,
         dtype_reason=why,
-        recount=lambda num_kv_heads: weights_of(replace(model, num_kv_heads=num_kv_heads), dtype),
+        recount=lambda num_kv_heads: weights_of(replace(model, num_kv_heads=num_kv_heads), dtype, packings),
     )
 
 

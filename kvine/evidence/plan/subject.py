@@ -4,7 +4,7 @@ A model that Kvine runs brings its `ModelConfig` along; of others, and of bare f
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvine.cache.spec import ITEM_BYTES
@@ -37,7 +37,8 @@ class Subject:
         max_context: the trained context in tokens; None where unknown.
         model: its config, if Kvine runs it.
         not_run: why Kvine does not run it, in a sentence.
-        dtype_reason: why that dtype, in a sentence.
+        packings: type of each weight that is held packed, by role.
+        dtype_reason: why that dtype, and what becomes of packed weights, in sentences.
         notes: what was assumed, or is not known.
         recount: the weights it would have with another number of KV heads; None where that cannot be known.
     """
@@ -53,6 +54,7 @@ class Subject:
     max_context: int | None = None
     model: ModelConfig | None = None
     not_run: str | None = None
+    packings: Mapping[str, str] = field(default_factory=dict)
     dtype_reason: str | None = None
     notes: tuple[str, ...] = ()
     recount: Callable[[int], Weights] | None = field(default=None, compare=False)

@@ -77,7 +77,8 @@ def _attention(planned: Plan) -> Iterator[Variant]:
 def _bits(planned: Plan) -> Iterator[Variant]:
     subject = planned.subject
     for bits in BITS:
-        fewer = replace(subject, weights=None if subject.weights is None else _in_bits(subject.weights, bits))
+        weights = None if subject.weights is None else _in_bits(subject.weights, bits)
+        fewer = replace(subject, weights=weights, packings={})
         yield _again(planned, "bits", f"{bits} bits", subject=fewer, kv_bits=bits)
 
 

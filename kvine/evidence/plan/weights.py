@@ -3,12 +3,15 @@
 Weights are read once a step, however many requests share it; an embedding table and experts are read in part.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 from kvine.cache.spec import ITEM_BYTES
 from kvine.models.config import ModelConfig
-from kvine.models.names import is_norm, required_shapes, weight_bytes
+from kvine.models.names import held_bytes, is_norm, required_shapes
+from kvine.models.packing import packed_row_bytes
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,35 @@ class Weights:
         return replace(self, nbytes=nbytes, source=source, lookup_bytes=lookup, row_bytes=row, expert_bytes=experts)
 
 
-def weights_of(config: ModelConfig, dtype: str, stored_bytes: int | None = None) -> Weights:
-    """The weights of a model that Kvine runs, held in `dtype` (norms in fp32): exactly what loading will report."""
-    shapes = required_shapes(config)
-    parameters = sum(prod(shape) for shape in shapes.values())
-    row = 0 if config.tie_embeddings else config.hidden_size * ITEM_BYTES[dtype]
-    norms = sum(prod(shape) for role, shape in shapes.items() if is_norm(role))
-    source = f"{parameters - norms:,} parameters in {dtype} and {norms:,} of norms in fp32"
+def weights_of(
+    config: ModelConfig, dtype: str, packings: Mapping[str, str], stored_bytes: int | None = None
+) -> Weights:
+    """The weights of a model that Kvine runs: exactly what loading will report.
+
+    `packings` are the types of those that are packed, by role; the others are held in `dtype`, norms in fp32.
+    """
+    held = held_bytes(config, dtype, packings)
+    table, row = "embedding.weight", 0
+    if not config.tie_embeddings:
+        width = config.hidden_size
+        row = packed_row_bytes(packings[table], width) if table in packings else width * ITEM_BYTES[dtype]
     return Weights(
-        weight_bytes(config, dtype),
-        parameters,
-        source,
+        sum(held.values()),
+        sum(prod(shape) for shape in required_shapes(config).values()),
+        _in_words(config, dtype, packings),
         stored_bytes=stored_bytes,
-        lookup_bytes=row * config.vocab_size,
+        lookup_bytes=held[table] if row else 0,
         row_bytes=row,
     )
+
+
+def _in_words(config: ModelConfig, dtype: str, packings: Mapping[str, str]) -> str:
+    """How many parameters are held in what."""
+    norms, numbers = 0, Counter[str]()
+    for role, shape in required_shapes(config).items():
+        if is_norm(role):
+            norms += prod(shape)
+        else:
+            numbers[packings.get(role, dtype)] += prod(shape)
+    parts = [f"{number:,} parameters in {kind}" for kind, number in numbers.most_common()]
+    return f"{', '.join(parts)} and {norms:,} of norms in fp32"

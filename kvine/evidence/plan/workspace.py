@@ -3,10 +3,12 @@
 It follows what `models/decoder.py`, `models/matmul.py`, `attention/sdpa.py` and the sampler hold at once, in bytes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvine.cache.spec import ITEM_BYTES, CacheSpec
 from kvine.models.config import ModelConfig
+from kvine.models.names import required_shapes
 
 # `models/matmul.py` multiplies more rows than this in fp32, converting a weight in pieces of at most so many numbers.
 LOW_PRECISION_ROWS = 4
@@ -44,6 +46,7 @@ def workspace(
     *,
     dtype: str,
     on_cpu: bool,
+    packings: Mapping[str, str],
     context: int,
     batch: int,
     max_step_tokens: int,
@@ -55,6 +58,7 @@ def workspace(
         specs: of its cache.
         dtype: compute dtype; e below is its size.
         on_cpu: a CPU may have to convert bf16 and fp16 to fp32.
+        packings: type of each packed weight, by role.
         context: tokens of each request.
         batch: requests.
         max_step_tokens: tokens that a step computes at most.
@@ -65,6 +69,9 @@ def workspace(
     * attention: e·N·(2d + q + 2kv) + max(16·N·q + e·N·q, 2e·N·q + L·2kv·(stored, and e where that differs))
     * mlp: e·N·(3d + 3f) + conversion of N rows and one weight: 4·N·(d + 2f) + 3 · 4·min(2²³, d·f)
     * logits: e·N·d + M·V·(4 + e), twice 4·M·V more with a soft cap, and conversion: 8·M·V + 3 · 4·min(2²³, d·V)
+
+    Packed weights are not converted. What they are multiplied with is rounded to 8 bits, with a scale and a sum for
+    each 32; room for that is kept from call to call, 1.25·N·max(d, q, f), and copied when it grows.
     """
     e = ITEM_BYTES[dtype]
     rows = min(max_step_tokens, context * batch)
@@ -74,12 +81,22 @@ def workspace(
     attention = e * rows * (2 * d + q + 2 * kv) + max((16 + e) * rows * q, 2 * e * rows * q + gathered)
     mlp = e * rows * (3 * d + 3 * f)
     logits = e * rows * d + batch * model.vocab_size * (4 + e + (8 if model.logit_softcap else 0))
+    if packings:
+        rounded = 5 * rows * max(d, q, f) // 4
+        attention, mlp, logits = attention + rounded, mlp + rounded + 5 * rows * d // 4, logits + rounded
     if on_cpu and dtype != "fp32":
-        if rows > LOW_PRECISION_ROWS:
+        if rows > LOW_PRECISION_ROWS and _has_exact(model, packings, "layers."):
             mlp += 4 * rows * (d + 2 * f) + _converted(d * f)
-        if batch > LOW_PRECISION_ROWS:
+        head = "embedding." if model.tie_embeddings else "head."
+        if batch > LOW_PRECISION_ROWS and _has_exact(model, packings, head):
             logits += 8 * batch * model.vocab_size + _converted(d * model.vocab_size)
     return Workspace(attention, mlp, logits)
+
+
+def _has_exact(model: ModelConfig, packings: Mapping[str, str], prefix: str) -> bool:
+    """Whether a matrix is not packed, of those whose roles begin so."""
+    shapes = required_shapes(model).items()
+    return any(role.startswith(prefix) and len(shape) == 2 and role not in packings for role, shape in shapes)
 
 
 def _converted(weights: int) -> int:

@@ -55,15 +55,23 @@ class Lab:
     Args:
         source: of the model.
         dtype: in which most of the examination is done.
+        weights: how they are kept, as `LLM` takes it.
         cache: how the examined engines keep the past.
         seed: of the texts.
     """
 
     def __init__(
-        self, source: ModelSource, *, dtype: str = "fp32", cache: CacheConfig | None = None, seed: int = 0
+        self,
+        source: ModelSource,
+        *,
+        dtype: str = "fp32",
+        weights: str = "exact",
+        cache: CacheConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.source = source
         self.dtype = dtype
+        self.weights = weights
         self.cache = cache or CacheConfig(block_size=4)
         self.seed = seed
         self._models: dict[str, LoadedModel] = {}
@@ -73,7 +81,7 @@ class Lab:
         """The model in one dtype, loaded when first asked for; on the CPU, where the textbook computes."""
         name = self.dtype if dtype == "base" else dtype
         if name not in self._models:
-            self._models[name] = load_model(self.source, dtype=name, device="cpu")
+            self._models[name] = load_model(self.source, dtype=name, device="cpu", weights=self.weights)
         return self._models[name]
 
     def words(self) -> Words:

@@ -120,7 +120,7 @@ def runner_of(parts: EngineParts) -> Runner:
 
 def compute_dtype(runner: Runner) -> torch.dtype:
     """What the model computes in."""
-    dtype: torch.dtype = runner.decoder.embedding.weight.dtype  # type: ignore[attr-defined]
+    dtype: torch.dtype = runner.decoder.embedding.dtype  # type: ignore[attr-defined]
     return dtype
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvine.config import CacheConfig
+from kvine.evidence.exact_products import with_exact_product
 from kvine.models.load import LoadedModel
 from kvine.rope_scaling import attention_scaling, inverse_frequencies
 
@@ -195,10 +196,14 @@ class Textbook:
         return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
 
     @torch.inference_mode()
-    def block_output(self, layer: int, heads: Tensor) -> Tensor:
-        """Attention of n queries, [n, Hq, D], through the output projection: [n, hidden]."""
+    def block_output(self, layer: int, heads: Tensor, *, exact: bool = False) -> Tensor:
+        """Attention of n queries, [n, Hq, D], through the output projection: [n, hidden].
+
+        `exact` leaves out that a product with a packed weight rounds what it multiplies.
+        """
         block = self.model.decoder.layers[layer]
-        out = block.o_proj(heads.to(self.model.dtype).flatten(1))
+        o_proj = with_exact_product(block.o_proj) if exact else block.o_proj
+        out = o_proj(heads.to(self.model.dtype).flatten(1))
         return out if block.post_attn_norm is None else block.post_attn_norm(out)
 
     def _encode(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Run in a process of its own: what loading a model and answering takes of its memory, as JSON.
 
-Arguments: model, dtype, batch, prompt tokens, new tokens, tokens in a step. torch and its kernels are there before the
-memory is counted; nothing else of the model is.
+Arguments: model, dtype, weights, batch, prompt tokens, new tokens, tokens in a step. torch and its kernels are there
+before the memory is counted; nothing else of the model is.
 """
 
 import json
@@ -19,8 +19,8 @@ from kvine.sampling.params import SamplingParams
 
 
 def main() -> None:
-    model, dtype = sys.argv[1:3]
-    batch, prompt, new, step = map(int, sys.argv[3:7])
+    model, dtype, weights = sys.argv[1:4]
+    batch, prompt, new, step = map(int, sys.argv[4:8])
     torch.set_num_threads(1)
     small = torch.ones(8, 8)
     F.scaled_dot_product_attention(small[None, None], small[None, None], F.linear(small, small)[None, None])
@@ -28,7 +28,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     held = 0
     with PeakMemory(cpu) as memory:
-        loaded = load_model(resolve(model, fetch=False), dtype=dtype, device="cpu")
+        loaded = load_model(resolve(model, fetch=False), dtype=dtype, device="cpu", weights=weights)
         parts = standard_parts(loaded, cache, config, vocab_size=loaded.config.vocab_size, eos_ids=())
         engine = build_engine(config, parts)
         generator = torch.Generator().manual_seed(0)

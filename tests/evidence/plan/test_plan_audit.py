@@ -14,11 +14,13 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import DTYPE_NAMES, build_engine, standard_parts
 from kvine.engine.engine import Engine
 from kvine.engine.runner import Runner
-from kvine.evidence.plan import Plan
+from kvine.errors import ConfigError
+from kvine.evidence.plan import Plan, machine
 from kvine.evidence.plan.sources import subject_of
 from kvine.evidence.plan.variants import planner_of
-from kvine.hub import ModelSource
+from kvine.hub import ModelSource, resolve
 from kvine.models.load import LoadedModel, load_model
+from kvine.models.packing import WEIGHTS
 from kvine.sampling.params import SamplingParams
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "TH")
@@ -204,3 +206,52 @@ def test_planned_weights_of_gguf_are_loaded_weights(tiny: Tiny, quant: str) -> N
             assert plan.weight_bytes == model.weight_bytes
             assert plan.subject.dtype == DTYPE_NAMES[model.dtype]
             assert plan.subject.model == model.config
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("asked", ["auto", "fp32"])
+def test_planned_packed_weights_are_loaded_weights(tiny: Tiny, weights: str, asked: str) -> None:
+    from checkpoints import write_gguf
+
+    for kind, quant in (("llama", "Q8_0"), ("gemma3", "Q5_0"), ("llama", None), ("qwen3", None), ("qwen2", None)):
+        oracle, folder = tiny(kind, dtype=torch.bfloat16)
+        path, form = (folder, "safetensors") if quant is None else (write_gguf(oracle, folder, quant), "gguf")
+        source = ModelSource(kind, path, form, None)  # type: ignore[arg-type]
+        model = load_model(source, dtype=asked, device="cpu", weights=weights)
+        is_packed = weights[0] == "q" or (
+            quant is not None and (weights == "packed" or (weights, asked) == ("auto",) * 2)
+        )
+        plan = planned(path, dtype=asked, weights=weights)
+        assert bool(model.packings) == is_packed and plan.subject.packings == model.packings
+        assert plan.weight_bytes == model.weight_bytes
+        assert plan.subject.weights is not None
+        assert plan.subject.weights.bytes_per_step(1) == model.step_bytes + plan.subject.weights.row_bytes
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_planned_weights_of_the_real_models_are_loaded_weights(name: str) -> None:
+    """Of files in four bits to eight, in superblocks too."""
+    for weights in ("auto", "q8"):
+        model = load_model(resolve(name), device="cpu", weights=weights)
+        plan = planned(name, weights=weights)
+        assert (plan.weight_bytes, plan.subject.packings) == (model.weight_bytes, model.packings)
+        assert f"{len(model.packings)} weights" in str(plan.subject.dtype_reason)
+
+
+def test_what_has_no_kernels_is_planned_exact(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpoints import write_gguf
+
+    oracle, folder = tiny("llama")
+    path = write_gguf(oracle, folder, "Q8_0")
+    packed, exact = planned(path), planned(path, weights="exact")
+    assert packed.weight_bytes < exact.weight_bytes
+    monkeypatch.setenv("KVINE_KERNELS", "off")
+    without = planned(path)
+    assert without.weight_bytes == exact.weight_bytes and "no kernels" in str(without.subject.dtype_reason)
+    with pytest.raises(ConfigError, match="need a CPU with Kvine's compiled kernels"):
+        planned(path, weights="packed")
+    monkeypatch.delenv("KVINE_KERNELS")
+    monkeypatch.setattr(machine, "_KERNELS", folder)
+    assert planned(path).weight_bytes == exact.weight_bytes, "nothing is compiled there"
+    with pytest.raises(ConfigError, match="weights 'q3' is unknown"):
+        planned(path, weights="q3")

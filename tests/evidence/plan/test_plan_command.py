@@ -63,6 +63,22 @@ def test_a_model_by_its_config_and_variants_of_it() -> None:
     assert rows["window", "window of 4,096"]["kv_bytes"] == 1024 * 425_984 + 4096 * 81_920
 
 
+def test_a_model_by_its_config_in_packed_weights() -> None:
+    """Of 27 billion: 62 layers and a tied table of 262,208 rows, all of which are multiples of 32 long."""
+    exact, packed, wished = answer(GEMMA), answer(GEMMA, "--weights", "q4"), answer(GEMMA, "--weights", "packed")
+    assert exact["packings"] == {} and wished["weight_bytes"] == exact["weight_bytes"]
+    assert packed["packings"] == {"Q4_1": 62 * 7, "Q8_0": 1}
+    table, norms = 262_208 * 5376, 62 * (4 * 5376 + 2 * 128) + 5376
+    assert packed["weight_bytes"] == (packed["parameters"] - table - norms) * 20 // 32 + table * 34 // 32 + 4 * norms
+    assert packed["walls"]["weight_bytes_per_step"] == packed["weight_bytes"]
+    assert packed["dtype_reason"].endswith("435 weights are packed (434 Q4_1, 1 Q8_0).")
+    fewer = {
+        row["name"]: row["weight_bytes"]
+        for row in answer(GEMMA, "--weights", "q4", "--compare", "attention")["variants"]
+    }
+    assert fewer["MQA, 1 KV head"] == packed["weight_bytes"] - 62 * 2 * 15 * 128 * 5376 * 20 // 32
+
+
 def test_a_person_reads_what_fits_and_what_limits() -> None:
     result = run(*FIGURES, "--context", 8000)
     assert result.exit_code == 0
@@ -117,6 +133,9 @@ def test_what_a_request_costs() -> None:
         ((*FIGURES, "--prompt-tokens", 5, "--price-decode", -1), "at least 0"),
         ((*FIGURES, "--sinks", 4), "Sinks need a window"),
         ((*FIGURES, "--plot", "plan.pdf"), "is no name for a plot"),
+        ((*FIGURES, "--weights", "q8"), "leave out --weights"),
+        ((CONFIGS / "gpt-oss-20b.json", "--weights", "exact"), "Leave out --weights"),
+        ((GEMMA, "--weights", "q3"), "choose one of auto, exact, packed, q8, q4"),
         (("nonsense",), "is no model that Kvine knows"),
         (("./nonsense.json",), "no such file"),
         (("nosuch.json",), "nosuch.json: there is no such file"),
