@@ -285,7 +285,8 @@ class Vllm(Driver):
         first, token_ids = self._run([ids], 1, forget=True)
         if tokens == 1:
             return {"first_s": first, "step_s": None, "token_ids": token_ids}
-        again, _ = self._run([ids], 1, forget=False)  # a prompt that is cached, so that its time does not hide the others'
+        # Of a prompt that is cached by now, so that its time does not hide that of the others.
+        again, _ = self._run([ids], 1, forget=False)
         whole, token_ids = self._run([ids], tokens, forget=False)
         return {"first_s": first, "step_s": _each(whole - again, tokens), "token_ids": token_ids}
 
