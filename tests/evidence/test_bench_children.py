@@ -186,6 +186,13 @@ def test_what_an_engine_cannot_do_is_left_out_and_said_once(fake) -> None:
     assert Key("batch", 2, 3) not in players[0].figures and Key("decode", 2, 1) in players[0].figures
 
 
+def test_a_figure_that_fails_costs_no_other_figure(fake) -> None:
+    fails = "raise RuntimeError('one tensor each\\nand no more')"
+    players, rounds, told = play(Peer("transformers", fake(batch=fails)))
+    assert told[0] == "transformers, batch: failed: RuntimeError: one tensor each." and len(rounds.skipped) == 2
+    assert Key("batch", 2, 3) not in players[0].figures and Key("decode", 2, 1) in players[0].figures
+
+
 def test_a_peer_that_is_not_installed_says_how_to_get_it() -> None:
     players, rounds, told = play(Peer("vllm"))
     assert players == [] and rounds.skipped[0].what is None

@@ -205,10 +205,17 @@ def test_openvino_reads_another_prompt_each_time_but_for_a_hit(
 
         def generate(self, rows: Any, config: Any) -> Any:
             assert config.ignore_eos and not config.do_sample and not config.apply_chat_template
-            asked.append((rows.tolist(), config.max_new_tokens))
+            ids, mask = rows
+            assert mask.shape == ids.shape and mask.all()
+            asked.append((ids.tolist(), config.max_new_tokens))
             return SimpleNamespace(perf_metrics=SimpleNamespace(get_ttft=lambda: time, get_tpot=lambda: time))
 
-    genai = SimpleNamespace(LLMPipeline=FakePipeline, GenerationConfig=SimpleNamespace, __version__="0")
+    genai = SimpleNamespace(
+        LLMPipeline=FakePipeline,
+        GenerationConfig=SimpleNamespace,
+        TokenizedInputs=lambda ids, mask: (ids, mask),
+        __version__="0",
+    )
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
     driver = peer.OpenVino({**task, "model": "/models/ov-int8"})
@@ -216,7 +223,8 @@ def test_openvino_reads_another_prompt_each_time_but_for_a_hit(
     assert driver.generate([5, 6], 4) == {"first_s": 0.5, "step_s": 0.5, "token_ids": None}
     assert driver.generate([5, 6], 1)["step_s"] is None
     assert driver.prefix_hit([5, 6])["seconds"] == 0.5
-    assert asked == [([[6, 6]], 4), ([[7, 6]], 1), ([[5, 6]], 1), ([[5, 6]], 1)]
+    driver.batch([[5, 6], [7, 8]], 3)
+    assert asked == [([[6, 6]], 4), ([[7, 6]], 1), ([[5, 6]], 1), ([[5, 6]], 1), ([[5, 6], [7, 8]], 3)]
 
 
 def test_the_script_needs_nothing_of_kvine() -> None:

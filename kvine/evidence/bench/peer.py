@@ -258,7 +258,9 @@ class OpenVino(Driver):
         config = self._genai.GenerationConfig(
             max_new_tokens=tokens, do_sample=False, ignore_eos=True, apply_chat_template=False
         )
-        return self._pipe.generate(self._tensor(self._numpy.array(rows, "int64")), config).perf_metrics
+        ids = self._numpy.array(rows, "int64")
+        inputs = self._genai.TokenizedInputs(self._tensor(ids), self._tensor(self._numpy.ones_like(ids)))
+        return self._pipe.generate(inputs, config).perf_metrics
 
 
 class Vllm(Driver):

@@ -180,6 +180,13 @@ class Rounds:
             player.given_up.update(task.keys)
             self.skip(player.name, task.keys[0].what, str(error))
             return
+        except RefusedError as error:  # of which only this is lost, and not what has taken minutes before
+            if player.peer is None:
+                raise
+            player.given_up.update(task.keys)
+            kind, text = error.args
+            self.skip(player.name, task.keys[0].what, f"failed: {kind}: {text.splitlines()[0] if text else ''}")
+            return
         finally:
             player.process.pause()
         for key, figure in zip(task.keys, task.take(answer), strict=True):
