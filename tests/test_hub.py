@@ -428,3 +428,24 @@ def test_only_fetched_aliases_can_be_verified(home: Path, tiny: hub.Alias):
         hub.verify("org/name")
     hub.resolve("tiny")
     assert hub.verify("tiny").nbytes == len(FILE)
+
+
+def test_a_folder_that_goes_while_it_is_measured_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of pip do, in the midst of a download."""
+    from kvine.hub.progress import _folder_bytes
+
+    for name in ("kept", "going"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"12345")
+    scandir = os.scandir
+
+    def scandir_of_a_moment_later(path: str):
+        if Path(path) == tmp_path / "going":
+            (tmp_path / "going" / "file").unlink()
+            (tmp_path / "going").rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_a_moment_later)
+    assert _folder_bytes(tmp_path) == 5

@@ -1,9 +1,10 @@
 """How fetching tells its progress: to the terminal's bars, or to the log where nobody watches."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -83,10 +84,10 @@ def watching(progress: Progress, label: str, folder: Path, total_bytes: int) -> 
 
 
 def _folder_bytes(folder: Path) -> int:
+    """Of all files in it and below; what goes in the meantime, a file or a whole folder, is not counted."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # a temporary file that has gone in the meantime
-            continue
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(where, name).stat().st_size
     return total
