@@ -183,11 +183,10 @@ def show_experiment(outcome: "CacheExperiment") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvine.evidence.experiments.cache import memory_sentence
     from kvine.models.packing import computes_in
 
     dtype = computes_in(outcome.dtype, outcome.packings)
-    from kvine.evidence.experiments.cache import memory_sentence
-
     table = Table(
         title=f"{outcome.model}, {dtype} on {outcome.device}: {outcome.prompt_tokens:,} tokens of prompt, "
         f"{outcome.new_tokens} new ones, median of {outcome.repeats}"

@@ -135,8 +135,8 @@ typename Lanes::Floats add_row(const Scales<Lanes, packing>& scales, const typen
                                const Quantized& x, std::int64_t at, typename Lanes::Floats sum) {
     const auto scale = Lanes::fill(x.scale[at]);
     for (int part = 0; part < kParts<packing>; ++part) {
-        const auto dot = Lanes::to_floats(Lanes::template dot<packing>(weights, x.q + at * kGroup, part, x.halves + 2 * at));
-        sum = Lanes::fma(dot, Lanes::mul(scales.scale[part], scale), sum);
+        const auto dot = Lanes::template dot<packing>(weights, x.q + at * kGroup, part, x.halves + 2 * at);
+        sum = Lanes::fma(Lanes::to_floats(dot), Lanes::mul(scales.scale[part], scale), sum);
     }
     if constexpr (!kvine::is_signed(packing)) sum = Lanes::fma(scales.least, Lanes::fill(x.sum[at]), sum);
     return sum;

@@ -43,7 +43,11 @@ Quantized room_for(std::int64_t rows, std::int64_t in) {
     thread_local std::vector<float> floats;
     thread_local std::vector<std::int32_t> halves;
     const auto groups = static_cast<std::size_t>(rows * (in / kGroup));
-    if (halves.size() < 2 * groups) numbers.resize(groups * kGroup), floats.resize(2 * groups), halves.resize(2 * groups);
+    if (halves.size() < 2 * groups) {
+        numbers.resize(groups * kGroup);
+        floats.resize(2 * groups);
+        halves.resize(2 * groups);
+    }
     return {numbers.data(), floats.data(), floats.data() + groups, halves.data()};
 }
 

@@ -61,13 +61,14 @@ class Step {
         y_ = room.take<std::byte>(bytes * stack.hidden);
         for (std::byte** buffer : {&gate_, &up_}) *buffer = room.take<std::byte>(bytes * intermediate);
         logits_ = room.take<std::byte>(step.num_wanted * size_of(stack.dtype) * stack.head.out);
-        rows_of_.resize(single_ ? num_threads : 1);
+        rows_of_.resize(single_ ? std::max(num_threads, 1) : 1);
         for (Rows& rows : rows_of_) {
             const std::int64_t groups = rows_ * widest_in / kGroup;
-            rows.hidden = room.take<std::byte>(bytes * stack.hidden), rows.x = room.take<std::byte>(bytes * stack.hidden);
+            rows.hidden = room.take<std::byte>(bytes * stack.hidden);
+            rows.x = room.take<std::byte>(bytes * stack.hidden);
             rows.arranged = room.take<float>(rows_ * up_to_whole(widest_in, path_.step));
-            rows.quantized = {room.take<std::int8_t>(groups * kGroup), room.take<float>(groups), room.take<float>(groups),
-                              room.take<std::int32_t>(2 * groups)};
+            rows.quantized = {room.take<std::int8_t>(groups * kGroup), room.take<float>(groups),
+                              room.take<float>(groups), room.take<std::int32_t>(2 * groups)};
         }
         partials_ = room.take<float>(partials);
         size_ = room.size();
@@ -244,7 +245,8 @@ class Step {
     // hidden += y, normed first where there is a norm.
     void add(const float* norm, Part rows) const {
         if (norm) normalize(y_, norm, own().x, rows, 1, stack_.hidden);
-        path_.add_to[stack_.dtype]({own().hidden, norm ? own().x : y_}, rows.begin * stack_.hidden, rows.end * stack_.hidden);
+        path_.add_to[stack_.dtype]({own().hidden, norm ? own().x : y_}, rows.begin * stack_.hidden,
+                                   rows.end * stack_.hidden);
     }
 
     // Makes of `rows` of x, which has `count`, what the products with these weights read.
@@ -252,7 +254,8 @@ class Step {
         const auto packed = [](const Weight* weight) { return weight->packing != kExact; };
         const std::int64_t in = (*weights.begin())->in;
         if (std::any_of(weights.begin(), weights.end(), packed))
-            path_.quantize[stack_.dtype]({x, nullptr, nullptr, nullptr, count, in, 0}, own().quantized, rows.begin, rows.end);
+            path_.quantize[stack_.dtype]({x, nullptr, nullptr, nullptr, count, in, 0}, own().quantized, rows.begin,
+                                         rows.end);
         if (std::all_of(weights.begin(), weights.end(), packed)) return;
         const std::byte* first = x + rows.begin * in * size_of(stack_.dtype);
         path_.arrange[stack_.dtype]({first, nullptr, nullptr, nullptr, rows.end - rows.begin, in, 0},
