@@ -5,6 +5,7 @@ matrix instructions for a low-precision dtype, torch takes time for each row in 
 weight converted first is faster.
 """
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,10 +38,19 @@ _ROWS_FOR_ONE = 4
 #   bf16, kernels compiled for AVX2    83  126  200  314  360
 #   fp32, `F.linear`                        134  170
 #   fp32, kernels compiled for AVX2         132  180
-# For fp16 only the first of the two was measured.
+# For fp16 only the first of the two was measured there. Two cores with AVX-512, its bf16 and its fp16, but no AMX (median
+# of 9), where torch's bf16 goes by an instruction of half the speed:
+#   rows                               16   32   48   64   96  128 1929
+#   bf16, `F.linear`                   41   67   94  106  146  192 2500
+#   bf16, `through_fp32`               49   59   81   94  110  134 1753
+#   bf16, kernels                      20   37        69  103
+#   fp16, `F.linear`                   34   47   58   71   92  113 1376
+#   fp16, kernels                      23   43        82  122
+#   fp32, `F.linear`                   38   47   58   72   91  111 1358
+#   fp32, kernels                      30   45        76  112
 _MAX_NATIVE_ROWS = {torch.float32: 48, torch.bfloat16: 96, torch.float16: 32}
-# Not measured, and therefore few: with matrix instructions torch computes many rows in the time of one.
-_MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE = 4
+# Not measured, and therefore few: with matrix units torch computes many rows in the time of one.
+_MAX_NATIVE_ROWS_BESIDE_MATRIX_UNITS = 4
 # Plain C++ keeps up with torch at a single row, and not even there in fp16, which takes many steps to widen.
 _MAX_PORTABLE_ROWS = {torch.float32: 1, torch.bfloat16: 1, torch.float16: 0}
 # A converted output head would take 4 bytes for each of its (up to 168 million) weights: it goes in pieces.
@@ -110,8 +120,8 @@ def max_native_rows(name: str, dtype: torch.dtype) -> int:
     """Up to how many rows the kernels of this name are the faster ones."""
     if name == "portable":
         return _MAX_PORTABLE_ROWS[dtype]
-    if dtype != torch.float32 and has_matrix_hardware(dtype):
-        return _MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE
+    if has_matrix_units(dtype):
+        return _MAX_NATIVE_ROWS_BESIDE_MATRIX_UNITS
     return _MAX_NATIVE_ROWS[dtype]
 
 
@@ -119,11 +129,23 @@ def choose_torch_matmul(dtype: torch.dtype) -> Matmul:
     """The fastest product for weights of `dtype` on the CPU, of those that torch offers."""
     if dtype == torch.float32:
         return fp32_small_batches if torch.backends.cpu.get_cpu_capability() == "AVX2" else F.linear
-    return F.linear if has_matrix_hardware(dtype) else through_fp32
+    if has_matrix_units(dtype) or (dtype == torch.float16 and _multiplies(dtype)):
+        return F.linear
+    return through_fp32
 
 
-def has_matrix_hardware(dtype: torch.dtype) -> bool:
-    """Does this CPU multiply matrices of bf16 or fp16 natively, and does torch use it?"""
+def has_matrix_units(dtype: torch.dtype) -> bool:
+    """Does torch multiply matrices of bf16 or fp16 by units made for it: AMX on x86, whatever it uses elsewhere?"""
+    if dtype == torch.float32 or not _multiplies(dtype):
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    amx = torch.cpu._is_amx_tile_supported if dtype == torch.bfloat16 else torch.cpu._is_amx_fp16_supported
+    return bool(amx())
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Does this CPU multiply bf16 or fp16 natively in any way, and does torch use it?"""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:

@@ -6,7 +6,7 @@ import torch
 
 from kvine.errors import ConfigError
 from kvine.models.dtypes import automatic_dtype
-from kvine.models.matmul import has_matrix_hardware
+from kvine.models.matmul import choose_torch_matmul, through_fp32
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STORED_DTYPES: Mapping[str, torch.dtype] = {  # as both checkpoint formats name them
@@ -52,6 +52,6 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
 
 def product_note(dtype: torch.dtype, device: torch.device, multiplies_exact: bool) -> str:
     """What is to be said of products in `dtype` on `device`, where some are with exact weights; often nothing."""
-    if not multiplies_exact or device.type != "cpu" or dtype == torch.float32 or has_matrix_hardware(dtype):
+    if not multiplies_exact or device.type != "cpu" or choose_torch_matmul(dtype) is not through_fp32:
         return ""
-    return "this CPU has no instructions for it, so exact weights are multiplied with more than a few rows in fp32"
+    return "this CPU has no fast instructions for it, so exact weights are multiplied with more than a few rows in fp32"

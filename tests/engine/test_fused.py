@@ -154,7 +154,7 @@ def test_what_the_kernels_do_not_take_is_left_to_the_decoder(tiny: Make, monkeyp
 
 def test_more_rows_than_the_kernels_are_good_for(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matmul._MAX_NATIVE_ROWS, torch.bfloat16, 1)
-    monkeypatch.setattr("kvine.models.matmul._MAX_NATIVE_ROWS_BESIDE_MATRIX_HARDWARE", 1)
+    monkeypatch.setattr("kvine.models.matmul._MAX_NATIVE_ROWS_BESIDE_MATRIX_UNITS", 1)
     engine, _, calls = engine_of(load(tiny("llama")[1], "bf16"), CACHES["whole"], fused=True)
     for prompt in ([4], [5]):
         engine.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))

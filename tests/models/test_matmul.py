@@ -42,10 +42,20 @@ def test_rows_in_low_precision_are_rounded_once():
 
 def test_strategy_of_torch_follows_the_machine(monkeypatch):
     linear = torch.nn.functional.linear
-    for has_hardware, expected in ((True, linear), (False, matmul.through_fp32)):
-        monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype, answer=has_hardware: answer)
-        assert matmul.choose_torch_matmul(torch.bfloat16) is expected
-        assert matmul.choose_torch_matmul(torch.float16) is expected
+    by_machine = (  # of bf16 and fp16 alike: instructions for it, AMX for it, what multiplies them fastest
+        ("x86_64", True, True, linear, linear),
+        ("x86_64", True, False, matmul.through_fp32, linear),
+        ("x86_64", False, False, matmul.through_fp32, matmul.through_fp32),
+        ("aarch64", True, False, linear, linear),
+        ("aarch64", False, False, matmul.through_fp32, matmul.through_fp32),
+    )
+    for machine, instructions, amx, bf16, fp16 in by_machine:
+        monkeypatch.setattr("platform.machine", lambda answer=machine: answer)
+        monkeypatch.setattr(matmul, "_multiplies", lambda dtype, answer=instructions: answer)
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda answer=amx: answer)
+        monkeypatch.setattr("torch.cpu._is_amx_fp16_supported", lambda answer=amx: answer)
+        assert matmul.choose_torch_matmul(torch.bfloat16) is bf16
+        assert matmul.choose_torch_matmul(torch.float16) is fp16
     for capability, expected in (("AVX2", matmul.fp32_small_batches), ("AVX512", linear), ("DEFAULT", linear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda answer=capability: answer)
         assert matmul.choose_torch_matmul(torch.float32) is expected
@@ -72,11 +82,11 @@ def test_kernels_take_few_rows_and_torch_the_rest(monkeypatch):
 
 
 def test_how_many_rows_go_to_the_kernels(monkeypatch):
-    monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: False)
+    monkeypatch.setattr(matmul, "has_matrix_units", lambda dtype: False)
     assert matmul.max_native_rows("avx2", torch.bfloat16) == 96
     assert matmul.max_native_rows("avx2", torch.float32) == 48
     assert matmul.max_native_rows("portable", torch.bfloat16) == 1
-    monkeypatch.setattr(matmul, "has_matrix_hardware", lambda dtype: True)
+    monkeypatch.setattr(matmul, "has_matrix_units", lambda dtype: dtype != torch.float32)
     assert matmul.max_native_rows("avx512", torch.bfloat16) == 4
     assert matmul.max_native_rows("avx512", torch.float32) == 48
 

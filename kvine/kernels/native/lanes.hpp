@@ -4,6 +4,7 @@
 //   width                   fp32 numbers in a vector
 //   Floats                  such a vector: zero(), load(from), store(to, v), fill(x), fma(a, b, c) = a * b + c, add(a, b),
 //                           sub(a, b), max(a, b), which is b where a is a NaN, sum(v), greatest(v)
+//   sums(a, b, c, d, to)    the sums of four vectors, with the bits of sum(v)
 //   scaled(v, shifted)      v times 2 to the power that stands in the lowest bits of `shifted`
 //   from(least, x, v)       v where x is not less than `least`, and 0 elsewhere
 //   widen<Format>(stored)   2 * width numbers at any address as two vectors, in an order of its choice: at place i of
@@ -30,9 +31,11 @@ constexpr std::int64_t kStep = 2 * Lanes::width;
 // How far ahead of its use a number is fetched. Past the end of a tensor this fetches nothing that is needed.
 constexpr std::int64_t kPrefetchBytes = 1024;
 
-// 4 × 3 sums, 3 vectors of x and one of what is read are the 16 registers of AVX2.
+// 4 × 3 sums, 3 vectors of x and one of what is read are the 16 registers of AVX2. Of the 32 of AVX-512, 4 × 5 are sums, 8
+// hold what is read of the weight, for all rows of x, and one a vector of x, for all outputs.
 constexpr int kTileOutputs = 4;
-constexpr int kTileRows = 3;
+template <class Lanes>
+constexpr int kTileRows = Lanes::width == 16 ? 5 : 3;
 
 // The last, incomplete step of a row, filled up with zeros: what lies behind the row's end is not ours to read, and
 // might be a NaN, which times zero is no zero.
@@ -50,29 +53,47 @@ constexpr std::int64_t padded(std::int64_t width) {
 
 // Products of `Outputs` rows at the addresses `stored` with `Rows` arranged rows of x, which lie `padded(width)` apart.
 template <class Lanes, class Format, int Outputs, int Rows>
-void dot_tile(const std::byte* const* stored, const float* x, std::int64_t width, float (&dots)[Outputs][Rows]) {
+void dot_tile(const std::byte* const* stored, const float* x, std::int64_t width, float (&dots)[Rows][Outputs]) {
     const std::int64_t stride = padded<Lanes>(width), whole = width - width % kStep<Lanes>;
     typename Lanes::Floats sums[Outputs][Rows];
     for (auto& of_output : sums)
         for (auto& sum : of_output) sum = Lanes::zero();
 
-    const auto add = [&](int o, std::int64_t at, const Pair<Lanes>& pair) {
-        for (int r = 0; r < Rows; ++r)
-            sums[o][r] = Lanes::fma(pair.first, Lanes::load(x + r * stride + at), sums[o][r]);
-        for (int r = 0; r < Rows; ++r)
-            sums[o][r] = Lanes::fma(pair.second, Lanes::load(x + r * stride + at + Lanes::width), sums[o][r]);
+    const auto add = [&](std::int64_t at, const auto& pair_of) {
+        if constexpr (kTileRows<Lanes> > 3) {
+            Pair<Lanes> pairs[Outputs];
+            for (int o = 0; o < Outputs; ++o) pairs[o] = pair_of(o);
+            for (int r = 0; r < Rows; ++r) {
+                const auto first = Lanes::load(x + r * stride + at);
+                for (int o = 0; o < Outputs; ++o) sums[o][r] = Lanes::fma(pairs[o].first, first, sums[o][r]);
+                const auto second = Lanes::load(x + r * stride + at + Lanes::width);
+                for (int o = 0; o < Outputs; ++o) sums[o][r] = Lanes::fma(pairs[o].second, second, sums[o][r]);
+            }
+        } else {
+            for (int o = 0; o < Outputs; ++o) {
+                const Pair<Lanes> pair = pair_of(o);
+                for (int r = 0; r < Rows; ++r)
+                    sums[o][r] = Lanes::fma(pair.first, Lanes::load(x + r * stride + at), sums[o][r]);
+                for (int r = 0; r < Rows; ++r)
+                    sums[o][r] = Lanes::fma(pair.second, Lanes::load(x + r * stride + at + Lanes::width), sums[o][r]);
+            }
+        }
     };
     for (std::int64_t at = 0; at < whole; at += kStep<Lanes>)
-        for (int o = 0; o < Outputs; ++o) {
+        add(at, [&](int o) {
             const std::byte* next = stored[o] + at * Format::size;
             __builtin_prefetch(next + kPrefetchBytes);
-            add(o, at, Lanes::template widen<Format>(next));
-        }
+            return Lanes::template widen<Format>(next);
+        });
     if (whole < width)
-        for (int o = 0; o < Outputs; ++o)
-            add(o, whole, widen_rest<Lanes, Format>(stored[o] + whole * Format::size, width - whole));
-    for (int o = 0; o < Outputs; ++o)
-        for (int r = 0; r < Rows; ++r) dots[o][r] = Lanes::sum(sums[o][r]);
+        add(whole, [&](int o) { return widen_rest<Lanes, Format>(stored[o] + whole * Format::size, width - whole); });
+    for (int r = 0; r < Rows; ++r) {
+        if constexpr (Outputs == 4) {
+            Lanes::sums(sums[0][r], sums[1][r], sums[2][r], sums[3][r], dots[r]);
+        } else {
+            for (int o = 0; o < Outputs; ++o) dots[r][o] = Lanes::sum(sums[o][r]);
+        }
+    }
 }
 
 // e to the power x for x <= 0, to 1e-7 of its value: 2^n times a polynomial over half a power of two around. Less than

@@ -43,6 +43,13 @@ struct Avx2 {
         return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }
 
+    static void sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+        const auto fold = [](Floats v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); };
+        const auto fold_two = [](__m128 v, __m128 w) { return _mm_add_ps(_mm_movelh_ps(v, w), _mm_movehl_ps(w, v)); };
+        const __m128 ab = fold_two(fold(a), fold(b)), cd = fold_two(fold(c), fold(d));
+        _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+    }
+
     template <class Format>
     static constexpr int place(int i) {
         return std::is_same_v<Format, Bf16> ? i % width * 2 + i / width : i;

@@ -34,6 +34,18 @@ struct Avx512 {
     static float greatest(Floats v) { return _mm512_reduce_max_ps(v); }
     static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 
+    static void sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+        const auto fold_two = [](Floats v, Floats w) {
+            return _mm512_add_ps(_mm512_shuffle_f32x4(v, w, 0x44), _mm512_shuffle_f32x4(v, w, 0xee));
+        };
+        const Floats ab = fold_two(a, b), cd = fold_two(c, d);
+        Floats all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+        all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+        const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+        _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, all)));
+    }
+
     template <class Format>
     static constexpr int place(int i) {
         return std::is_same_v<Format, Bf16> ? i % width * 2 + i / width : i;

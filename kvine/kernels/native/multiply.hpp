@@ -4,6 +4,8 @@
 // of x: those beyond the first tile find it in the nearest cache.
 #pragma once
 
+#include <type_traits>
+
 #include "lanes.hpp"
 
 namespace {
@@ -24,34 +26,37 @@ void arrange(const Product& product, float* arranged) {
     }
 }
 
+// Calls f with `count`, or `Most` if that is less, as a constant.
+template <int Most, class F>
+void with_count(std::int64_t count, const F& f) {
+    if constexpr (Most > 1)
+        if (count < Most) return with_count<Most - 1>(count, f);
+    f(std::integral_constant<int, Most>{});
+}
+
 // y of `Rows` rows from `row` on and `Outputs` outputs: `out`, `out + apart`, ... `x` is arranged, and begins at `row`.
 template <class Lanes, class Format, int Outputs, int Rows>
 void multiply_tile(const Product& product, const float* x, std::int64_t row, std::int64_t out, std::int64_t apart) {
     const std::byte* weight[Outputs];
     for (int o = 0; o < Outputs; ++o) weight[o] = product.weight + (out + o * apart) * product.in * Format::size;
-    float dots[Outputs][Rows];
+    float dots[Rows][Outputs];
     dot_tile<Lanes, Format>(weight, x, product.in, dots);
-    for (int o = 0; o < Outputs; ++o) {
-        const std::int64_t column = out + o * apart;
-        for (int r = 0; r < Rows; ++r) {
-            float y = dots[o][r];
+    for (int r = 0; r < Rows; ++r)
+        for (int o = 0; o < Outputs; ++o) {
+            const std::int64_t column = out + o * apart;
+            float y = dots[r][o];
             if (product.bias) y += load_scalar<Format>(product.bias + column * Format::size);
             store_scalar<Format>(product.y + ((row + r) * product.out + column) * Format::size, y);
         }
-    }
 }
 
 template <class Lanes, class Format, int Outputs>
 void multiply_outputs(const Product& product, const float* arranged, std::int64_t out, std::int64_t apart) {
     const std::int64_t stride = padded<Lanes>(product.in);
-    std::int64_t row = 0;
-    for (; row + kTileRows <= product.rows; row += kTileRows)
-        multiply_tile<Lanes, Format, Outputs, kTileRows>(product, arranged + row * stride, row, out, apart);
-    static_assert(kTileRows == 3, "the two cases below are the rows that are left");
-    if (product.rows - row == 2)
-        multiply_tile<Lanes, Format, Outputs, 2>(product, arranged + row * stride, row, out, apart);
-    if (product.rows - row == 1)
-        multiply_tile<Lanes, Format, Outputs, 1>(product, arranged + row * stride, row, out, apart);
+    for (std::int64_t row = 0; row < product.rows; row += kTileRows<Lanes>)
+        with_count<kTileRows<Lanes>>(product.rows - row, [&](auto rows) {
+            multiply_tile<Lanes, Format, Outputs, decltype(rows)::value>(product, arranged + row * stride, row, out, apart);
+        });
 }
 
 // The outputs of a tile lie far apart, so that each is a long stream of its own: four keep more reads in flight than one

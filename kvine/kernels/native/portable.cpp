@@ -65,6 +65,10 @@ struct Portable {
         return ((v.at[0] + v.at[4]) + (v.at[2] + v.at[6])) + ((v.at[1] + v.at[5]) + (v.at[3] + v.at[7]));
     }
 
+    static void sums(const Floats& a, const Floats& b, const Floats& c, const Floats& d, float* to) {
+        to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+    }
+
     template <class Format>
     static constexpr int place(int i) {
         return i;
