@@ -32,8 +32,8 @@ def pack(values: Tensor, layout: PackedLayout) -> Tensor:
     """Packs whole blocks: [..., T, D] → [..., num_bytes] uint8, laid out as `layout` says.
 
     A number becomes the nearest of 2^bits even steps from its group's minimum to its maximum. Both ends are rounded
-    outwards to fp16, so that nothing is off by more than half a step; beyond ±65,504 the ends are those. A NaN makes all
-    of its group NaN.
+    outwards to fp16, so that nothing is off by more than half a step; beyond ±65,504 the ends are those. A NaN makes
+    all of its group NaN.
     """
     wide = values.float().clamp(-_LARGEST, _LARGEST)
     grouped, axis = _grouped(wide, layout)
@@ -66,7 +66,12 @@ def _grouped(values: Tensor, layout: PackedLayout) -> tuple[Tensor, int]:
     """[..., T, D] with groups along one axis, and which: [..., T, D] by channel, [..., T, D / G, G] by token."""
     if layout.by_channel:
         return values, -2
-    return values.unflatten(-1, (-1, layout.group)), -1
+    return _split(values, -1, layout.group), -1
+
+
+def _split(values: Tensor, *sizes: int) -> Tensor:
+    """The last axis as two."""
+    return values.reshape(*values.shape[:-1], *sizes)
 
 
 def _bytes(parameters: Tensor, layout: PackedLayout) -> Tensor:
@@ -86,15 +91,15 @@ def _parameters(stored: Tensor, layout: PackedLayout) -> Tensor:
     if layout.by_channel:
         return ordered.unsqueeze(-2)
     if layout.part == "key":
-        return ordered.unflatten(-1, (-1, layout.block_size)).transpose(-1, -2).unsqueeze(-1)
-    return ordered.unflatten(-1, (layout.block_size, -1)).unsqueeze(-1)
+        return _split(ordered, -1, layout.block_size).transpose(-1, -2).unsqueeze(-1)
+    return _split(ordered, layout.block_size, -1).unsqueeze(-1)
 
 
 def _side_by_side(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] → [..., n · bits / 8]."""
     if bits == 8:
         return codes.contiguous()
-    parts = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    parts = _split(codes, 8 // bits, -1).unbind(-2)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], 1):
         packed |= part << (bits * i)

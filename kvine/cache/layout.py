@@ -1,9 +1,9 @@
 """What codecs keep of a block, byte for byte: the planner, the allocator and the kernels all read it here.
 
-A codec works *element by element* (`exact`, `fp32`, `fp16`, `bf16`) or *packs* whole blocks into 8, 4 or 2 bits a number,
-with a scale and a minimum for each group of numbers, in fp16. Keys are grouped by channel over the tokens of a block, for
-their outliers sit in a few channels; values by token, over up to 32 channels (KIVI, arXiv:2402.02750). `-token` groups
-keys as values are, to compare with.
+A codec works *element by element* (`exact`, `fp32`, `fp16`, `bf16`) or *packs* whole blocks into 8, 4 or 2 bits a
+number, with a scale and a minimum for each group of numbers, in fp16. Keys are grouped by channel over the tokens of a
+block, for their outliers sit in a few channels; values by token, over up to 32 channels (KIVI, arXiv:2402.02750).
+`-token` groups keys as values are, to compare with.
 
 One head of a packed part is its codes, then its scales, then its minima:
 

@@ -38,8 +38,8 @@ _ROWS_FOR_ONE = 4
 #   bf16, kernels compiled for AVX2    83  126  200  314  360
 #   fp32, `F.linear`                        134  170
 #   fp32, kernels compiled for AVX2         132  180
-# For fp16 only the first of the two was measured there. Two cores with AVX-512, its bf16 and its fp16, but no AMX (median
-# of 9), where torch's bf16 goes by an instruction of half the speed:
+# For fp16 only the first of the two was measured there. Two cores with AVX-512, its bf16 and its fp16, but no AMX
+# (median of 9), where torch's bf16 goes by an instruction of half the speed:
 #   rows                               16   32   48   64   96  128 1929
 #   bf16, `F.linear`                   41   67   94  106  146  192 2500
 #   bf16, `through_fp32`               49   59   81   94  110  134 1753
