@@ -53,7 +53,7 @@ def pack(values: Tensor, layout: PackedLayout) -> Tensor:
 def unpack(stored: Tensor, layout: PackedLayout) -> Tensor:
     """What `pack` has kept: [..., num_bytes] → [..., T, D] fp32."""
     t, d, lead = layout.block_size, layout.head_dim, stored.shape[:-1]
-    codes, scale, minimum = torch.split(stored, (layout.code_bytes, 2 * layout.num_groups, 2 * layout.num_groups), -1)
+    codes, scale, minimum = torch.split(stored, [layout.code_bytes, 2 * layout.num_groups, 2 * layout.num_groups], -1)
     rows = (d, t) if layout.part == "key" else (t, d)
     numbers = _apart(codes.reshape(*lead, rows[0], -1), layout.bits).float()
     if layout.part == "key":
