@@ -5,7 +5,8 @@ The formulas live with what they describe, in `cache/spec.py` and `models/`: the
 
 from collections.abc import Callable
 
-from kvine.cache.spec import ITEM_BYTES, CacheSpec
+from kvine.cache.layout import ITEM_BYTES
+from kvine.cache.spec import CacheSpec
 from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, parse_bytes
 from kvine.errors import ConfigError
 from kvine.evidence.plan.answer import Fits, Group, Plan, Walls
