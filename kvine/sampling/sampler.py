@@ -17,6 +17,8 @@ from kvine.sampling import processors
 from kvine.sampling.noise import uniform
 from kvine.sampling.params import SamplingParams
 
+PART = 16_384  # logits; torch splits work from 32,768 elements on
+
 
 @dataclass(frozen=True)
 class SampleRow:
@@ -166,8 +168,20 @@ def _drawn(logits: Tensor, row: SampleRow) -> int:
 
 def _logprobs(logits: Tensor, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Log-probability of the token and of the `count` most likely ones, from the model's own `logits` [V]."""
-    logits = logits.double()
-    logprobs = logits - logits.logsumexp(dim=0)
+    total = _log_sum_exp(logits)
     ids = processors.most_likely(logits, count)
-    top = sorted(zip(ids.tolist(), logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return float(logprobs[token_id]), tuple(top)
+    pairs = zip(ids.tolist(), logits[ids].tolist(), strict=True)
+    top = sorted(((i, logit - total) for i, logit in pairs), key=lambda pair: (-pair[1], pair[0]))
+    return float(logits[token_id]) - total, tuple(top)
+
+
+def _log_sum_exp(logits: Tensor) -> float:
+    """Natural logarithm of the sum of `exp(logits)` [V], whose maximum is finite; on any number of threads the same.
+
+    torch's own splits the sum among its threads, and so its last bits depend on how many there are. Here torch computes
+    the powers, in parts that are too short to be split and stay in the CPU's cache, and numpy adds them up.
+    """
+    logits = logits.cpu()
+    peak = float(logits.max())
+    parts = (logits[start : start + PART] for start in range(0, len(logits), PART))
+    return peak + math.log(math.fsum(part.double().sub_(peak).exp_().numpy().sum() for part in parts))
