@@ -9,6 +9,8 @@ from kvine.errors import ConfigError
 SinkRule = Literal["absolute", "in_cache"]
 KV_DTYPES = ("exact", "fp32", "fp16", "bf16")
 BACKENDS = ("auto", "native", "sdpa", "reference")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
@@ -46,6 +48,18 @@ def human_bytes(count: int) -> str:
             return f"{size:.4g} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for what is no kind of device; whether it is there only torch knows."""
+    if name not in DEVICES:
+        raise ConfigError(f"Device {name!r} is unknown. Choose one of {', '.join(DEVICES)}.")
+
+
+def check_dtype(name: str) -> None:
+    """Raises ConfigError for what is neither a compute dtype nor `auto`."""
+    if name != "auto" and name not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(COMPUTE_DTYPES)}.")
 
 
 def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
