@@ -43,7 +43,8 @@ class EvidenceProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:  # elsewhere rich would write an empty line
+            self._bars.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Shows how far `what` has come; a new name begins a new task."""
