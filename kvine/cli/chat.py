@@ -85,17 +85,14 @@ class Session:
 
     def as_json(self, ready_s: float) -> dict[str, Any]:
         """Every answer in the order given, and the conversation as it stands after edits."""
-        from kvine.cli.report import dtype_name, generation_json
+        from kvine.cli.report import generation_json, model_json
 
         llm = self.conversation.llm
         turns = [
-            {"turn": turn.number, "edited": turn.edited, "user": turn.user}
-            | {k: v for k, v in generation_json(llm, turn.answer, ready_s).items() if k not in ("model", "dtype")}
+            {"turn": turn.number, "edited": turn.edited, "user": turn.user} | generation_json(llm, turn.answer, ready_s)
             for turn in self.answered
         ]
-        return {
-            "model": llm.source.name,
-            "dtype": dtype_name(llm),
+        return model_json(llm) | {
             "turns": turns,
             "messages": self.conversation.messages(),
             "kv_bytes_held": llm.engine.manager.bytes_referenced,

@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from kvine.text.tokenizer import Tokenizer
 
 
-def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[str, Any]:
-    """The outcome of one request; `ready_s` is in seconds since the process started."""
+def model_json(llm: "LLM") -> dict[str, Any]:
+    """Which model has run, and how its weights are kept: `packings` counts packed ones by type."""
     from kvine.models.packing import count_packings
 
     return {
         "model": llm.source.name,
         "dtype": dtype_name(llm),
+        "dtype_reason": llm.model.dtype_reason,
         "packings": count_packings(llm.model.packings),
+        "weight_bytes": llm.model.weight_bytes,
+    }
+
+
+def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[str, Any]:
+    """The outcome of one request, without the model's part; `ready_s` is in seconds since the process started."""
+    return {
         "text": result.text,
         "prompt_ids": result.prompt_ids,
         "token_ids": result.token_ids,

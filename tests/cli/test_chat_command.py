@@ -1,7 +1,7 @@
 import signal
 
 import pytest
-from tiny_model import chat_tokens, kv_bytes
+from tiny_model import WEIGHT_BYTES, chat_tokens, kv_bytes
 
 from kvine.cli import chat as chat_module
 
@@ -19,6 +19,14 @@ def test_answers_go_to_stdout_and_reuse_to_stderr(chat):
         f"turn 2 · prompt: {usage['prompt_tokens']} tokens, {usage['cached_tokens']} reused, {computed} computed"
     )
     assert chat("Hello", options=("--quiet",)).err == ""
+
+
+def test_json_says_once_what_has_run(chat):
+    ended = chat("Hello", "Again", options=("--json",)).json
+    assert list(ended)[:5] == ["model", "dtype", "dtype_reason", "packings", "weight_bytes"]
+    assert (ended["dtype"], ended["dtype_reason"]) == ("fp32", "fp32 for weights stored as F32")
+    assert (ended["packings"], ended["weight_bytes"]) == ({}, WEIGHT_BYTES)
+    assert all(not turn.keys() & set(list(ended)[:5]) for turn in ended["turns"])
 
 
 def test_a_turn_computes_only_what_is_new(chat):

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tiny_model import CONTEXT, VOCABULARY, chat_tokens, kv_bytes
+from tiny_model import CONTEXT, VOCABULARY, WEIGHT_BYTES, chat_tokens, kv_bytes
 
 PROMPT = "The cache"  # 9 characters, 9 tokens
 TEN = ("--max-tokens", 10, "--ignore-eos")
@@ -27,7 +27,9 @@ def test_json_is_one_object(generate):
         *(
             "model",
             "dtype",
+            "dtype_reason",
             "packings",
+            "weight_bytes",
             "text",
             "prompt_ids",
             "token_ids",
@@ -41,6 +43,8 @@ def test_json_is_one_object(generate):
     assert outcome["text"] + "\n" == generate(PROMPT, *TEN).out
     assert len(outcome["prompt_ids"]) == 9 and len(outcome["token_ids"]) == 10
     assert (outcome["dtype"], outcome["finish_reason"], outcome["detail"]) == ("fp32", "length", None)
+    assert (outcome["dtype_reason"], outcome["packings"]) == ("fp32 for weights stored as F32", {})
+    assert outcome["weight_bytes"] == WEIGHT_BYTES
     assert outcome["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 10}
     assert set(outcome["timings"]) == {"ready_s", "prefill_s", "decode_ms"}
     assert all(value > 0 for value in outcome["timings"].values())
