@@ -33,12 +33,18 @@ def chat(
     cache: CacheOptions,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the chat has ended.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of tokens and times after each turn.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No line about the model, nor one after each turn.")
+    ] = False,
 ) -> None:
     """Talk with a model. Lines piped in are taken as turns, one each."""
     params = sampling.params()
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
+    if not quiet:
+        from kvine.cli.report import show_ready
+
+        show_ready(llm, ready_s)
     session = Session(Conversation(llm, params, system), streams=not json, quiet=quiet)
     session.run()
     if json:
@@ -74,7 +80,7 @@ class Session:
         """
         if self._interactive:
             _edit_lines()
-            note(f"{self.conversation.llm.source.name}. /help lists the commands.")
+            note("/help lists the commands.")
         while (line := self._read("› ")) is not None and line.strip() != "/quit":
             try:
                 self._take(line)

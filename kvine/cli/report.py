@@ -87,9 +87,14 @@ def dtype_name(llm: "LLM") -> str:
 
 def show_summary(llm: "LLM", result: "Generation", ready_s: float) -> None:
     """Two dim lines: what ran, and what it took. A full context is explained."""
-    note(f"{llm.source.name}: {llm.model.dtype_reason} · ready in {ready_s:.2f} s")
+    show_ready(llm, ready_s)
     note(outcome_line(result))
     show_full_context(result)
+
+
+def show_ready(llm: "LLM", ready_s: float) -> None:
+    """A dim line: which model runs, in what, and how long it took until it could."""
+    note(f"{llm.source.name}: {llm.model.dtype_reason} · ready in {ready_s:.2f} s")
 
 
 def outcome_line(result: "Generation") -> str:

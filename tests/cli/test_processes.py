@@ -102,7 +102,8 @@ def test_ctrl_c_at_the_prompt_of_a_chat_ends_it_with_130(tiny: Path):
     keyboard, terminal = pty.openpty()
     with started("chat", "-m", str(tiny), "--threads", "1", stdin=terminal) as process:
         os.close(terminal)
-        assert process.stderr is not None and b"/help" in process.stderr.readline()
+        assert process.stderr is not None and b"ready in" in process.stderr.readline()
+        assert process.stderr.readline().startswith(b"/help lists")
         os.write(keyboard, b"Hello\n")
         assert process.stderr.readline().startswith(b"turn 1")
         time.sleep(0.2)  # it is at the prompt, or about to be
