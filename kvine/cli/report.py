@@ -98,13 +98,13 @@ def show_ready(llm: "LLM", ready_s: float) -> None:
 
 
 def outcome_line(result: "Generation") -> str:
-    """Tokens, times and why the text ended."""
+    """Tokens, times and why the text ended. The time of a token is that of those after the first, where there are."""
     usage, timings = result.usage, result.timings
     computed = usage.prompt_tokens - usage.cached_tokens
+    per_token = f", {timings.decode_ms:.1f} ms/token" if usage.completion_tokens > 1 else ""
     return (
-        f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} reused, {computed} computed in "
-        f"{timings.prefill_s:.2f} s · answer: {usage.completion_tokens} tokens, {timings.decode_ms:.1f} ms/token · "
-        f"{result.finish_reason}"
+        f"prompt: {_tokens(usage.prompt_tokens)}, {usage.cached_tokens} reused, {computed} computed in "
+        f"{timings.prefill_s:.2f} s · answer: {_tokens(usage.completion_tokens)}{per_token} · {result.finish_reason}"
     )
 
 
@@ -152,3 +152,7 @@ def show_logprobs(tokenizer: "Tokenizer", samples: Sequence["Sample"]) -> None:
 
 def _decimal(logprob: float | None) -> str:
     return "-inf" if logprob is None else f"{logprob:.4f}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

@@ -20,6 +20,13 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(generate, tiny):
     assert generate(PROMPT, *TEN, "--quiet").err == ""
 
 
+def test_the_time_of_a_token_is_shown_where_there_is_one_after_the_first(generate):
+    assert "answer: 2 tokens, " in (shown := generate(PROMPT, "--max-tokens", 2, "--ignore-eos").err)
+    assert shown.count(" ms/token · length") == 1
+    assert "answer: 1 token · length" in generate(PROMPT, "--max-tokens", 1, "--ignore-eos").err
+    assert "answer: 0 tokens · length" in generate(PROMPT, "--max-tokens", 0).err
+
+
 def test_json_is_one_object(generate):
     ended = generate(PROMPT, *TEN, "--json", "--trace")
     outcome = ended.json
