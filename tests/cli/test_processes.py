@@ -89,6 +89,13 @@ def test_the_real_model_keeps_its_prefix_between_turns_and_edits():
     assert "reused" in ended.stderr
 
 
+def test_more_threads_than_cores_by_the_environment_are_told_of_once(tiny: Path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "99999")
+    ended = run("verify", "-m", str(tiny), "--only", "paths", "--prompt", "The cache", "--new-tokens", "2")
+    said = "Note: OMP_NUM_THREADS is '99999', and this process may use "
+    assert ended.returncode == 0 and ended.stderr.startswith(said) and ended.stderr.count("OMP_NUM_THREADS") == 1
+
+
 def test_ctrl_c_ends_a_generation_with_130(tiny: Path):
     with started("generate", "-m", str(tiny), *ENDLESS, "The cache") as process:
         assert process.stdout is not None and process.stdout.read(1)
