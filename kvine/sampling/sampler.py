@@ -71,10 +71,15 @@ class Sampler:
     10. one keyed uniform number (`noise.uniform`) is looked up in the cumulative float64 probabilities, by rising id.
 
     Log-probabilities are of the model's own distribution: after step 1, before all others.
+
+    Args:
+        vocab_size: ids from this one on are never sampled.
+        model: its file or folder, for the errors of logits that are no numbers.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, model: str = "the model") -> None:
         self.vocab_size = vocab_size
+        self.model = model
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample | KvineError]:
         """Choose a token for each row.
@@ -96,7 +101,7 @@ class Sampler:
         outcomes: list[Sample | KvineError] = []
         for index, (row, (best, peak)) in enumerate(zip(rows, _peaks(logits), strict=True)):
             if not math.isfinite(peak):
-                outcomes.append(StepError(f"The model's logits of row {index} have no finite maximum, but {peak}."))
+                outcomes.append(no_numbers(peak, self.model))
             else:
                 outcomes.append(self._sample_row(logits[index], row, best))
         return outcomes
@@ -115,6 +120,14 @@ class Sampler:
             return Sample(token_id)
         logprob, top_logprobs = _logprobs(logits, token_id, params.logprobs)
         return Sample(token_id, logprob, top_logprobs)
+
+
+def no_numbers(peak: float, model: str) -> StepError:
+    """The error of logits whose maximum is `peak`, which is not finite; `model` is the file or folder they are of."""
+    return StepError(
+        f"The logits of {model} have no finite maximum, but {peak}: its weights are damaged, or too large for this "
+        "dtype. Fetch or convert it again, or compute in fp32."
+    )
 
 
 def _peaks(logits: Tensor) -> list[tuple[int, float]]:

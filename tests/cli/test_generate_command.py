@@ -1,7 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 from tiny_model import CONTEXT, VOCABULARY, WEIGHT_BYTES, chat_tokens, kv_bytes
+
+from kvine import hub
+from kvine.formats.gguf import GGUFFile
 
 PROMPT = "The cache"  # 9 characters, 9 tokens
 TEN = ("--max-tokens", 10, "--ignore-eos")
@@ -246,3 +250,19 @@ def test_max_tokens_0_generates_nothing(generate):
     outcome = generate(PROMPT, "--max-tokens", 0, "--json", "--trace").json
     assert (outcome["text"], outcome["token_ids"], outcome["trace"]) == ("", [], [])
     assert json.loads(json.dumps(outcome["timings"])) == outcome["timings"]
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_a_file_of_random_weights_is_named_where_they_give_no_numbers(kvine, tmp_path, command):
+    """Its header is the real model's, so that it loads."""
+    source = hub.resolve(hub.DEFAULT_MODEL)
+    damaged = tmp_path / "damaged.gguf"
+    content = bytearray(source.path.read_bytes())
+    start = min(info.offset for info in GGUFFile(source.path).tensors.values())
+    content[start:] = np.random.default_rng(0).bytes(len(content) - start)
+    damaged.write_bytes(content)
+    ended = kvine(command, "-m", damaged, "--threads", 1, "Hello")
+    assert (ended.code, ended.out.strip()) == (2, "")
+    assert ended.err.startswith(
+        f"Error: The logits of {damaged} have no finite maximum, but nan: its weights are damaged"
+    )
