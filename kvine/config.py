@@ -12,6 +12,8 @@ PACKED_CODECS = ("int8", "int4", "int2")
 KV_DTYPES = (*ELEMENT_CODECS, *PACKED_CODECS)
 PER_TOKEN = "-token"
 BACKENDS = ("auto", "native", "sdpa", "reference")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
@@ -70,6 +72,18 @@ def split_codecs(name: str) -> tuple[str, str]:
     if keys.removesuffix(PER_TOKEN if is_packed(keys) else "") not in KV_DTYPES or values not in KV_DTYPES:
         raise ValueError(name)
     return keys, values
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for what is no kind of device; whether it is there only torch knows."""
+    if name not in DEVICES:
+        raise ConfigError(f"Device {name!r} is unknown. Choose one of {', '.join(DEVICES)}.")
+
+
+def check_dtype(name: str) -> None:
+    """Raises ConfigError for what is neither a compute dtype nor `auto`."""
+    if name != "auto" and name not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(COMPUTE_DTYPES)}.")
 
 
 def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:

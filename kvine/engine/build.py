@@ -83,7 +83,7 @@ def standard_parts(
     return EngineParts(
         manager,
         Runner(model.decoder, attention, manager, model.device, FusedDecoder.bind(model.decoder, attention, native)),
-        Sampler(min(vocab_size, model.config.vocab_size)),
+        Sampler(min(vocab_size, model.config.vocab_size), str(model.path)),
         frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
         model.config.vocab_size,
         None if endless else model.config.max_context,
