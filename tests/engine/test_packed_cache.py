@@ -117,7 +117,7 @@ def same(model: Tiny, c: Combination, text: list[int], logits: torch.Tensor) -> 
     exact = DenseRunner(model.model.decoder, dense_attention(model.model, cache), model.model.device).logits(text)
     loss = float((exact[-len(logits) :] - lossy).abs().max())
     off = float((logits - lossy).abs().max())
-    assert off <= 2e-4 + 0.05 * loss, f"{c}: off by {off:.2g}, where {loss:.2g} is lost"
+    assert off <= 2e-4 + 0.1 * loss, f"{c}: off by {off:.2g}, where {loss:.2g} is lost"
 
 
 @pytest.mark.parametrize("part", range(8))
