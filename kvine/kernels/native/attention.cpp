@@ -126,25 +126,31 @@ class SealedStretch {
     void read(const std::byte* q, std::int64_t begin, std::int64_t end, const Sums& sums) {
         if (begin >= end) return;
         load_queries(task_, q, request_.row, kv_head_, 1, stride_, x_);
+        for_blocks(begin, std::min(end, begin + kTileKeys), [&](std::int64_t block, int, int, int) {
+            stream(task_.sealed_k, task_.sealed_keys, block).fetch(task_.sealed_keys.bytes / 64 + 1);
+        });
         for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
             const int first = static_cast<int>(std::max<std::int64_t>(begin - tile, 0));
             const int last = static_cast<int>(std::min<std::int64_t>(end - tile, kTileKeys));
-            fetch(tile + kTileKeys, std::min(end, tile + 2 * kTileKeys));
-            read_tile(tile, first, last, sums);
+            read_tile(tile, first, last, end, sums);
         }
     }
 
-    void read_tile(std::int64_t tile, int begin, int end, const Sums& sums) {
+    // `most` is where the positions end that are read after this tile.
+    void read_tile(std::int64_t tile, int begin, int end, std::int64_t most, const Sums& sums) {
         const int panel = static_cast<int>(2 * path_.step);
         for (int at = begin / panel * panel; at < end; at += panel) {
             const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
             for_blocks(tile + at + first, tile + at + last, [&](std::int64_t block, int token, int count, int place) {
-                read_keys(block, token, count, first + place);
+                read_keys(block, token, count, first + place, stream(task_.sealed_v, task_.sealed_values, block));
             });
             path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
         }
         for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
-            read_values(block, token, count, values_ + (begin + place) * stride_);
+            const std::int64_t later = block + kTileKeys / task_.block_size;  // about a tile ahead
+            const bool read = later * task_.block_size < most;
+            read_values(block, token, count, values_ + (begin + place) * stride_,
+                        read ? stream(task_.sealed_k, task_.sealed_keys, later) : kvine::Stream{});
         });
         for (std::int64_t head = 0; head < task_.group; ++head) {
             const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
@@ -179,10 +185,10 @@ class SealedStretch {
         return open + ((entry(block) * task_.kv_heads + kv_head_) * task_.block_size + token) * size;
     }
 
-    void read_keys(std::int64_t block, int token, int count, int place) {
+    void read_keys(std::int64_t block, int token, int count, int place, kvine::Stream next) {
         if (block != own_ && task_.sealed_keys.bits)
             return path_.unseal_keys(task_.sealed_keys, sealed(task_.sealed_k, task_.sealed_keys, block), token, count,
-                                     place, keys_);
+                                     place, keys_, next);
         // Rows before and behind are those of the first and the last, for whole blocks of places are turned.
         const std::byte* rows[kTileKeys];
         const int panel = static_cast<int>(2 * path_.step);
@@ -195,25 +201,21 @@ class SealedStretch {
             std::copy_n(turned_.data() + d * panel + place, count, keys_ + d * panel + place);
     }
 
-    void read_values(std::int64_t block, int token, int count, float* to) const {
+    void read_values(std::int64_t block, int token, int count, float* to, kvine::Stream next) const {
         if (block != own_ && task_.sealed_values.bits)
             return path_.unseal_values(task_.sealed_values, sealed(task_.sealed_v, task_.sealed_values, block), token,
-                                       count, stride_, to);
+                                       count, stride_, to, next);
         for (int i = 0; i < count; ++i) {
             const std::byte* from = row(task_.v, task_.sealed_v, task_.sealed_values, task_.v_dtype, block, token + i);
             path_.to_floats[task_.v_dtype](from, to + i * stride_, 0, task_.width);
         }
     }
 
-    // Asks memory for the packed blocks of positions begin to end.
-    void fetch(std::int64_t begin, std::int64_t end) const {
-        for_blocks(begin, end, [&](std::int64_t block, int, int, int) {
-            if (block == own_) return;
-            const std::byte *k = sealed(task_.sealed_k, task_.sealed_keys, block);
-            const std::byte *v = sealed(task_.sealed_v, task_.sealed_values, block);
-            for (std::int64_t line = 0; line < task_.sealed_keys.bytes; line += 64) __builtin_prefetch(k + line);
-            for (std::int64_t line = 0; line < task_.sealed_values.bytes; line += 64) __builtin_prefetch(v + line);
-        });
+    // All of a packed block's keys or values, to be asked of memory.
+    kvine::Stream stream(const std::byte* all, const kvine::Sealed& part, std::int64_t block) const {
+        if (block >= own_) return {};
+        const std::byte* begin = sealed(all, part, block);
+        return {begin, begin + part.bytes};
     }
 
     const Path& path_;

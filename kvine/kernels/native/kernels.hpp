@@ -81,6 +81,16 @@ struct Sealed {
     std::int64_t num_groups() const { return by_channel ? width : block_size * (width / group); }
 };
 
+// Bytes that are asked of memory a few lines at a time, while others are computed with: all at once would fill the queue.
+struct Stream {
+    const std::byte *at, *end;
+
+    void fetch(std::int64_t lines) {
+        for (; lines > 0 && at < end; --lines, at += 64) __builtin_prefetch(at);
+    }
+    std::int64_t lines() const { return (end - at + 63) / 64; }
+};
+
 // Attention of requests with one query each: softmax(q Kᵀ * scale) V over what it may see of its own blocks.
 struct Decode {
     struct Request {
@@ -260,8 +270,10 @@ struct Path {
     void (*add[kNumDTypes])(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows,
                             int begin, int end, float* sums, const Ahead& ahead);  // [count, stride]
     // Keys of tokens of a packed block, side by side as `turn` lays them, from a place of a panel on; and values, as rows.
-    void (*unseal_keys)(const Sealed&, const std::byte* block, int first, int count, int place, float* keys);
-    void (*unseal_values)(const Sealed&, const std::byte* block, int first, int count, std::int64_t stride, float* values);
+    // Meanwhile `next` is asked of memory.
+    void (*unseal_keys)(const Sealed&, const std::byte* block, int first, int count, int place, float* keys, Stream next);
+    void (*unseal_values)(const Sealed&, const std::byte* block, int first, int count, std::int64_t stride, float* values,
+                          Stream next);
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);

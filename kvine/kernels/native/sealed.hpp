@@ -34,57 +34,76 @@ const float* parameters(const Sealed& part, const std::byte* block) {
 
 // `Count` codes that lie side by side, or `count` of them where `Count` is 0. Scale and least are of each number, or of all.
 template <int Count, bool Each>
-void unpack_run(const std::byte* codes, int shift, int mask, const float* scale, const float* least, int count, float* to) {
+[[gnu::always_inline]] inline void unpack_run(const std::byte* __restrict codes, int shift, int mask,
+                                              const float* __restrict scale, const float* __restrict least, int count,
+                                              float* __restrict to) {
     for (int i = 0; i < (Count ? Count : count); ++i) {
         const int code = static_cast<int>(codes[i]) >> shift & mask;
         to[i] = static_cast<float>(code) * scale[Each ? i : 0] + least[Each ? i : 0];
     }
 }
 
-template <bool Each>
-void unpack_any(const std::byte* codes, int shift, int mask, const float* scale, const float* least, int count, float* to) {
-    if (count == 32) return unpack_run<32, Each>(codes, shift, mask, scale, least, count, to);
-    if (count == 16) return unpack_run<16, Each>(codes, shift, mask, scale, least, count, to);
-    if (count == 8) return unpack_run<8, Each>(codes, shift, mask, scale, least, count, to);
-    unpack_run<0, Each>(codes, shift, mask, scale, least, count, to);
+// Calls f with `count` as a constant where that is a whole number of short vectors, and with 0 otherwise.
+template <class F>
+void with_run(int count, const F& f) {
+    if (count == 32) return f(std::integral_constant<int, 32>{});
+    if (count == 16) return f(std::integral_constant<int, 16>{});
+    if (count == 8) return f(std::integral_constant<int, 8>{});
+    f(std::integral_constant<int, 0>{});
 }
 
 // Keys of `count` tokens from token `first` of a block on, to places from `place` on of a panel of keys.
 template <class Lanes>
-void unseal_keys(const Sealed& part, const std::byte* block, int first, int count, int place, float* keys) {
+void unseal_keys(const Sealed& part, const std::byte* block, int first, int count, int place, float* keys,
+                 kvine::Stream next) {
     const float *scales = parameters<Lanes>(part, block), *leasts = scales + padded<Lanes>(part.num_groups());
     const int side = static_cast<int>(part.block_size * part.bits / 8), mask = (1 << part.bits) - 1;
+    const std::int64_t lines = (next.lines() + part.width - 1) / part.width, width = part.width;
     while (count > 0) {  // tokens whose codes lie in the same bits of bytes side by side
         const int run = std::min(count, side - first % side), shift = first / side * part.bits;
-        const std::byte* codes = block + first % side;
-        float* to = at_place<Lanes>(keys, part.width, place);
-        for (std::int64_t d = 0; d < part.width; ++d, codes += side, to += kPanel<Lanes>) {
+        with_run(run, [&](auto constant) {
+            constexpr int kRun = decltype(constant)::value;
+            const std::byte* codes = block + first % side;
+            float* to = at_place<Lanes>(keys, width, place);
             if (part.by_channel) {
-                unpack_any<false>(codes, shift, mask, scales + d, leasts + d, run, to);
+                for (std::int64_t d = 0; d < width; ++d, codes += side, to += kPanel<Lanes>) {
+                    next.fetch(lines);
+                    unpack_run<kRun, false>(codes, shift, mask, scales + d, leasts + d, run, to);
+                }
             } else {
-                const std::int64_t at = d / part.group * part.block_size + first;
-                unpack_any<true>(codes, shift, mask, scales + at, leasts + at, run, to);
+                for (std::int64_t d = 0; d < width; ++d, codes += side, to += kPanel<Lanes>) {
+                    next.fetch(lines);
+                    const std::int64_t at = d / part.group * part.block_size + first;
+                    unpack_run<kRun, true>(codes, shift, mask, scales + at, leasts + at, run, to);
+                }
             }
-        }
+        });
         first += run, place += run, count -= run;
     }
 }
 
 // Values of `count` tokens from token `first` on, as rows `stride` apart.
 template <class Lanes>
-void unseal_values(const Sealed& part, const std::byte* block, int first, int count, std::int64_t stride, float* values) {
+void unseal_values(const Sealed& part, const std::byte* block, int first, int count, std::int64_t stride, float* values,
+                   kvine::Stream next) {
     const float *scales = parameters<Lanes>(part, block), *leasts = scales + padded<Lanes>(part.num_groups());
     const std::int64_t side = part.width * part.bits / 8, groups = part.width / part.group;
+    const std::int64_t runs = std::max(part.bits < 8 ? 8 / part.bits : 1, static_cast<int>(groups));
+    const std::int64_t lines = (next.lines() + count * runs - 1) / (count * runs);
     const int mask = (1 << part.bits) - 1;
-    for (int token = first; token < first + count; ++token, values += stride) {
-        const std::byte* codes = block + token * side;
-        for (std::int64_t d = 0; d < part.width;) {
-            const auto run = static_cast<int>(std::min(side - d % side, part.group - d % part.group));
-            const std::int64_t at = token * groups + d / part.group;
-            unpack_any<false>(codes + d % side, static_cast<int>(d / side) * part.bits, mask, scales + at, leasts + at,
-                              run, values + d);
-            d += run;
-        }
+    for (std::int64_t d = 0; d < part.width;) {  // channels with codes side by side and one scale, of all tokens
+        const auto run = static_cast<int>(std::min(side - d % side, part.group - d % part.group));
+        const int shift = static_cast<int>(d / side) * part.bits;
+        with_run(run, [&](auto constant) {
+            constexpr int kRun = decltype(constant)::value;
+            for (int token = 0; token < count; ++token) {
+                next.fetch(lines);
+                const std::int64_t at = (first + token) * groups + d / part.group;
+                unpack_run<kRun, false>(block + (first + token) * side + d % side, shift, mask, scales + at, leasts + at,
+                                        run, values + token * stride + d);
+            }
+        });
+        d += run;
     }
 }
 
