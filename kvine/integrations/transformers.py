@@ -115,7 +115,8 @@ class KvineCache(Cache):  # type: ignore[misc]
                     "Assisted decoding takes drafts back, also out of blocks that are packed by then: give a kv_dtype "
                     "that works element by element (exact, fp32, fp16, bf16)."
                 )
-        super().activate_past_recording()
+        for layer in self.layers:
+            layer.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens away.
@@ -319,7 +320,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             return torch.cat((tokens[:, :, :sinks], recent), 2)
         first = self._padding.to(tokens.device)[:, None]  # [B, 1]
         own = (outside - first).clamp(0, self._spec.sink_tokens)  # sinks that lie outside of the window, by row
-        columns = (first + torch.arange(sinks, device=tokens.device) - (sinks - own)).clamp(min=0)  # [B, sinks]
+        slot = torch.arange(sinks, device=tokens.device) - (sinks - own)  # [B, sinks]; negative where padding is masked
+        columns = torch.where(slot < 0, 0, first + slot)
         heads, width = tokens.shape[1], tokens.shape[3]
         columns = columns[:, None, :, None].expand(-1, heads, -1, width)
         return torch.cat((tokens.gather(2, columns), recent), 2)
