@@ -81,6 +81,29 @@ def test_each_beam_has_its_own_sinks() -> None:
     torch.testing.assert_close(result.sequences_scores, torch.stack(scores), rtol=0, atol=1e-4)
 
 
+def test_each_of_several_answers_has_the_sinks_of_its_prompt() -> None:
+    model, (ids, mask) = decoder("Llama"), left_padded([14, 5])
+    past = KvineCache(model.config, block_size=4, window=6, sink_tokens=3, attention_mask=mask)
+    torch.manual_seed(3)
+    result = generated(model, past, ids, mask, do_sample=True, num_return_sequences=2, **TOKEN_BY_TOKEN)
+    whole = torch.cat((mask.repeat_interleave(2, 0), torch.ones(4, 24, dtype=mask.dtype)), 1)
+    oracle = without_a_cache("Llama", result.sequences, whole, 6, 3)[:, ids.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(result.logits, 1), oracle, rtol=0, atol=1e-4)
+
+
+def test_rows_that_move_take_their_sinks_along() -> None:
+    model, (ids, mask) = decoder("Llama"), left_padded([16, 9, 3])
+    rows, caches = torch.tensor([2, 0, 2]), []
+    for choice in (torch.arange(3), rows):
+        options = {"window": 5, "sink_tokens": 3, "attention_mask": mask[choice]}
+        caches.append(KvineCache(model.config, block_size=4, **options))
+        generated(model, caches[-1], ids[choice], mask[choice], new=1, **TOKEN_BY_TOKEN)
+    caches[0].reorder_cache(rows)
+    states = torch.randn(3, 2, 1, 16)
+    for ours, other in zip(*(cache.update(states, states, 0) for cache in caches), strict=True):
+        torch.testing.assert_close(ours[:, :, -8:], other[:, :, -8:], rtol=0, atol=1e-5)
+
+
 def test_a_prompt_up_to_window_and_sinks_is_read_at_once() -> None:
     ids = text(2, 11)
     assert_windowed("Llama", ids, torch.ones_like(ids), 8, 3, 4, prefill_chunk_size=None)
