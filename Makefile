@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 CODE := kvine tests benchmarks
 NATIVE := $(wildcard kvine/kernels/native/*.cpp kvine/kernels/native/*.hpp) kvine/kernels/native/CMakeLists.txt
+OLDER_TRANSFORMERS ?= 5.23.0
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt -e
 
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench proof sanitize docs clean
+.PHONY: demo test lint bench proof older-transformers sanitize docs clean
 
 # The question is one whose answer is far from any tie, so that it is right in every dtype.
 demo: .venv/base.stamp  ## fetch the default model and ask it something
@@ -20,6 +21,10 @@ test: .venv/dev.stamp  ## all tests but the slow ones
 
 proof: .venv/dev.stamp  ## the slow tests
 	$(BIN)/python -m pytest -m slow
+
+older-transformers: .venv/dev.stamp  ## the tests of KvineCache under the minor version of transformers before the newest
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .venv-older "transformers==$(OLDER_TRANSFORMERS)"
+	PYTHONPATH=.venv-older $(BIN)/python -m pytest tests/integrations
 
 sanitize: .venv/dev.stamp  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind
@@ -44,7 +49,7 @@ docs: .venv/dev.stamp  ## the documentation as a site, in build/site
 	@echo "To read it: $(BIN)/python -m http.server --directory build/site 8000, then http://localhost:8000"
 
 clean:  ## what the targets above have made; fetched models stay
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-older build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf kvine/kernels/_native*.so $(addprefix kvine/kernels/native/,.cmake .ninja_* .skbuild-info.json CMakeCache.txt \
 	    CMakeFiles CMakeInit.txt build.ninja cmake_install.cmake libnanobind-static.a)
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

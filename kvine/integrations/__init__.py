@@ -1,0 +1,1 @@
+"""Kvine's cache inside other libraries. Each module needs its library, and says so where it is imported without."""
