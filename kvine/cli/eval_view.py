@@ -86,7 +86,10 @@ def _non_dominated(outcome: "Evaluation") -> dict[str, list[str]]:
 
     policies = outcome.policies
     found: dict[str, list[str]] = {one.name: [] for one in policies}
-    costs = {"bytes": [float(one.bytes) for one in policies], "ms": [one.ms for one in policies]}
+    costs: dict[str, list[float | None]] = {
+        "bytes": [float(one.bytes) for one in policies],
+        "ms": [one.ms for one in policies],
+    }
     for what, values in costs.items():
         known = [(value, one.kl) for value, one in zip(values, policies, strict=True) if value is not None]
         if len(known) == len(policies):

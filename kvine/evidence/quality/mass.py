@@ -62,7 +62,7 @@ class LostMass:
         past = self._cache.layer(layer)[0][0].float()  # [Hkv, L, D]
         keys = torch.cat((past, rotate(key, *rotation).float().transpose(0, 1)), dim=1)
         queries = rotate(query, *rotation).float().transpose(0, 1)  # [Hq, n, D]
-        grouped = queries.unflatten(0, (own.num_kv_heads, -1))  # [Hkv, g, n, D]
+        grouped = queries.reshape(own.num_kv_heads, -1, *queries.shape[1:])  # [Hkv, g, n, D]
         step = max(1, SCORES // (len(queries) * len(at)))
         for first in range(0, len(query), step):
             rows = positions[first : first + step, None]

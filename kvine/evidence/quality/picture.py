@@ -1,7 +1,7 @@
 """Policies as a picture: what each costs in quality against what it takes in memory and in time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,9 @@ def _draw_costs(panel: "Axes", outcome: Evaluation, label: str, take: Callable[[
     points = [(take(one), one.kl) for one in policies]
     best = non_dominated(points)
     others = [i for i in range(len(points)) if i not in best]
-    panel.plot(
-        [points[i][0] for i in best], [points[i][1] for i in best], "o-", color="tab:blue", label="non-dominated"
-    )
+    panel.plot(*_columns(points, best), "o-", color="tab:blue", label="non-dominated")
     if others:
-        panel.plot([points[i][0] for i in others], [points[i][1] for i in others], "x", color="gray", label="dominated")
+        panel.plot(*_columns(points, others), "x", color="gray", label="dominated")
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     for i, one in enumerate(policies):
         is_right = points[i][0] > (left + right) / 2  # its name has no room to the right
@@ -55,6 +53,10 @@ def _draw_costs(panel: "Axes", outcome: Evaluation, label: str, take: Callable[[
         panel.set_ylim(bottom=-min(losses) / 4)
     panel.set(xlabel=label, ylabel="KL divergence from the exact cache, nats a token")
     panel.legend(loc="upper right")
+
+
+def _columns(points: Sequence[tuple[float, float]], chosen: Sequence[int]) -> tuple[list[float], list[float]]:
+    return [points[i][0] for i in chosen], [points[i][1] for i in chosen]
 
 
 def short_name(name: str) -> str:

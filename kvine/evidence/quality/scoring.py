@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -243,7 +244,7 @@ def _pieces(part: Stretch, timed: int) -> Iterator[tuple[tuple[int, ...], int, b
     """Tokens to read with the one that follows, where scoring begins among them, and whether to read one by one."""
     end = len(part.ids) - 1
     edges = [*range(0, end - timed, CHUNK), *range(end - timed, end + 1)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         # The token at start + i is scored by the logits at start + i - 1.
         yield part.ids[start : stop + 1], max(part.first - start - 1, 0), stop > end - timed
 

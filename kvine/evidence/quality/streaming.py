@@ -5,9 +5,9 @@ and the window computed anew for every token, which is what the others try to be
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from kvine.config import CacheConfig
 from kvine.errors import RequestError
 from kvine.evidence.progress import Progress, silent
 from kvine.evidence.quality.policies import EXACT, Policy
-from kvine.evidence.quality.reader import CHUNK, Reader
+from kvine.evidence.quality.reader import CHUNK, Reader, read_all
 from kvine.evidence.quality.scores import losses
 from kvine.evidence.quality.texts import beginning
 
@@ -119,8 +119,8 @@ def check_streaming(window: int, sampled: int = SAMPLED, *, tokens: int | None =
         raise RequestError(f"{sampled} sampled tokens are too few: give 1 or more.")
     if tokens is not None and tokens < LEAST_WINDOWS * window:
         raise RequestError(
-            f"A text of {tokens:,} tokens is not far longer than a window of {window:,}: read {LEAST_WINDOWS * window:,} "
-            "or more by --tokens, or lower --streaming-window."
+            f"A text of {tokens:,} tokens is not far longer than a window of {window:,}: read "
+            f"{LEAST_WINDOWS * window:,} or more by --tokens, or lower --streaming-window."
         )
 
 
@@ -139,27 +139,18 @@ def _read(llm: "LLM", policy: Policy, text: Sequence[int], progress: Progress) -
 def _anew(llm: "LLM", text: Sequence[int], window: int, sample: Sequence[int], progress: Progress) -> Stream:
     """The last `window` tokens before each token of the sample, read from empty."""
     found: list[float] = []
-    held = 0
-    with closing(_windows(llm, text, window, sample)) as windows:
-        for number, (loss, held) in enumerate(windows):
-            progress("streaming: window computed anew", number, len(sample))
-            found.append(loss)
-    return Stream("window computed anew", None, _perplexity(found), (), held)
-
-
-def _windows(llm: "LLM", text: Sequence[int], window: int, sample: Sequence[int]) -> Iterator[tuple[float, int]]:
     with Reader(llm, CacheConfig(), window) as reader:
-        for at in sample:
+        for number, at in enumerate(sample):
+            progress("streaming: window computed anew", number, len(sample))
             reader.begin()
-            seen = text[at - window : at]
-            for start in range(0, window, CHUNK):
-                logits = reader.read(seen[start : start + CHUNK], last=True)
-            yield losses(logits, text[at : at + 1])[0], reader.end_bytes
+            logits = read_all(reader, text[at - window : at])
+            found += losses(logits[None], text[at : at + 1])
+        return Stream("window computed anew", None, _perplexity(found), (), reader.end_bytes)
 
 
 def _segments(found: Sequence[float]) -> list[Sequence[float]]:
     edges = [len(found) * part // SEGMENTS for part in range(SEGMENTS + 1)]
-    return [found[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [found[start:stop] for start, stop in pairwise(edges)]
 
 
 def _perplexity(found: Sequence[float]) -> float:
