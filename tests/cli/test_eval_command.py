@@ -86,7 +86,7 @@ def test_needles_and_streams(evaluate, tmp_path: Path) -> None:
     ]
     assert all(cell["facts"] == 1 and cell["loglik"] < 0 for cell in told["needle"])
     rows = told["streaming"]["rows"]
-    assert [row["name"] for row in rows][0] == "dense" and rows[-1]["name"] == "window computed anew"
+    assert rows[0]["name"] == "dense" and rows[-1]["name"] == "window computed anew"
     assert len(rows) == 6 and all(row["sampled_perplexity"] > 1 for row in rows)
     assert rows[-1]["perplexity"] is None and rows[0]["perplexity"] > 1
     for words in ("at 0 %", "at 100 %", "A fact hidden in other text: exact", "90 tokens in one go, at most 8 seen"):
@@ -159,7 +159,7 @@ def test_a_text_of_one_token_is_refused(evaluate, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("a")
     ended = evaluate("--text", path)
-    assert ended.code == 2 and "too few" in ended.err
+    assert ended.code == 2 and "too short" in ended.err
 
 
 def test_ctrl_c_ends_with_130_and_leaves_no_plot(evaluate, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvine.errors import ConfigError, RequestError
 from kvine.evidence.quality import Evaluation, Policy, Scored, evaluate, parse_policies
 from kvine.evidence.quality.pareto import non_dominated
 from kvine.evidence.quality.reader import CHUNK, Reader, memory_needed
-from kvine.evidence.quality.scores import Tally, losses
+from kvine.evidence.quality.scores import Tally, logprobs, losses
 from kvine.evidence.quality.texts import stretches
 from kvine.hub import ModelSource
 from kvine.llm import LLM
@@ -220,13 +220,13 @@ def test_a_stride_that_skips_tokens_is_refused(stride: int) -> None:
 
 def test_stretches_are_the_mean_over_all_their_tokens(llama: LLM) -> None:
     found = run(llama, "exact", context=100, stride=60).policies[0]
-    logprobs = {}
+    seen = {}
     for start in range(0, 300, 60):
         rows = llama.logits(IDS[start : start + 100])[0].double().log_softmax(-1)
         for i, token in enumerate(IDS[start + 1 : start + 100]):
-            logprobs.setdefault(start + 1 + i, float(rows[i, token]))
-    assert len(logprobs) == found.tokens
-    assert found.perplexity == pytest.approx(math.exp(-sum(logprobs.values()) / len(logprobs)), rel=1e-5)
+            seen.setdefault(start + 1 + i, float(rows[i, token]))
+    assert len(seen) == found.tokens
+    assert found.perplexity == pytest.approx(math.exp(-sum(seen.values()) / len(seen)), rel=1e-5)
 
 
 def test_policies_without_end_read_on_past_the_context(llama: LLM) -> None:
@@ -250,7 +250,9 @@ def test_numbers_out_of_range_are_a_sentence(llama: LLM, option: str, value: int
 def test_divergence_loss_and_agreement_by_hand() -> None:
     p, q = [[0.7, 0.2, 0.1], [0.5, 0.25, 0.25]], [[0.6, 0.3, 0.1], [0.2, 0.3, 0.5]]
     tally = Tally()
-    tally.add(torch.tensor(q).log() + 3, torch.tensor(p).log() - 1, [1, 2])  # logits are known up to a constant
+    tally.add(
+        torch.tensor(q).log() + 3, logprobs(torch.tensor(p).log() - 1), [1, 2]
+    )  # logits are known up to a constant
     kl = sum(a * math.log(a / b) for row, other in zip(p, q, strict=True) for a, b in zip(row, other, strict=True))
     assert tally.kl == pytest.approx(kl / 2, rel=1e-6)
     assert tally.perplexity == pytest.approx(math.exp(-(math.log(0.3) + math.log(0.5)) / 2), rel=1e-6)
@@ -262,9 +264,9 @@ def test_more_rows_than_are_widened_at_a_time_add_up() -> None:
     ours, theirs = torch.randn(2, 100, 7, generator=torch.Generator().manual_seed(1))
     targets = [i % 7 for i in range(100)]
     whole, halves = Tally(), Tally()
-    whole.add(ours, theirs, targets)
+    whole.add(ours, logprobs(theirs), targets)
     for rows in (slice(0, 33), slice(33, 100)):
-        halves.add(ours[rows], theirs[rows], targets[rows])
+        halves.add(ours[rows], logprobs(theirs[rows]), targets[rows])
     assert (whole.tokens, whole.agreeing) == (halves.tokens, halves.agreeing) == (100, whole.agreeing)
     assert whole.kl == pytest.approx(halves.kl, rel=1e-12) and whole.loss == pytest.approx(halves.loss, rel=1e-12)
     p, q = theirs.double().softmax(-1), ours.double().softmax(-1)

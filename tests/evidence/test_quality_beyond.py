@@ -1,4 +1,4 @@
-"""Needles and streams: texts token by token, and figures against the cache-free oracle; a small needle in the real model."""
+"""Needles and streams: texts token by token, and figures against the oracle; a needle in the real model."""
 
 import math
 from pathlib import Path

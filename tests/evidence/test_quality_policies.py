@@ -13,7 +13,8 @@ from kvine.evidence.quality.policies import option_names, parse_policies, sweep_
 
 def test_the_syntax() -> None:
     policies, refused = parse_policies(
-        "exact; window=256,sinks=4 ;kv-dtype=fp16; kv_dtype=bf16, window=512,sinks=2,sink-rule=in-cache,--block-size=16;"
+        "exact; window=256,sinks=4 ;kv-dtype=fp16; "
+        "kv_dtype=bf16, window=512,sinks=2,sink-rule=in-cache,--block-size=16;"
     )
     assert refused == []
     assert [(policy.name, policy.cache) for policy in policies] == [

@@ -95,7 +95,7 @@ def haystack(tokenizer: "Tokenizer", fact: Fact, length: int, depth: int, filler
     hay = list(filler[:room])
     assert len(hay) == room, "there is less filler than that"
     at = room * depth // 100
-    while 0 < at < room and b"\n" not in tokenizer.token_bytes(hay[at - 1]):
+    while at > 0 and b"\n" not in tokenizer.token_bytes(hay[at - 1]):
         at -= 1
     prompt = (*begin, *hay[:at], *needle, *hay[at:], *question)
     return Haystack(prompt, tuple(tokenizer.encode(fact.answer, add_special=False)), len(begin) + at)

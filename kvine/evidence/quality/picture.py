@@ -18,7 +18,8 @@ MIB = 2**20
 
 def draw_evaluation(outcome: Evaluation, path: Path) -> None:
     """KL divergence over bytes, and over milliseconds where they were measured; the best are joined by a line."""
-    title = f"{outcome.model}: {outcome.text_tokens:,} tokens, {outcome.context:,} at a time"
+    stretches = f"{outcome.context:,} at a time" if outcome.context < outcome.text_tokens else "in one go"
+    title = f"{outcome.model}: {outcome.text_tokens:,} tokens, {stretches}"
     panels: list[tuple[str, Callable[[Scored], float]]] = [("MiB of K and V at the end", lambda one: one.bytes / MIB)]
     if all(one.ms is not None for one in outcome.policies):
         panels.append(("ms a decode step, median", lambda one: one.ms or 0.0))
@@ -51,7 +52,7 @@ def _draw_costs(panel: "Axes", outcome: Evaluation, label: str, take: Callable[[
     if losses:
         panel.set_yscale("symlog", linthresh=min(losses))  # the exact cache loses 0, which no logarithm shows
         panel.set_ylim(bottom=-min(losses) / 4)
-    panel.set(xlabel=label, ylabel="KL divergence from the exact cache, nats a token")
+    panel.set(xlabel=label, ylabel="KL from the exact cache, nats a token")
     panel.legend(loc="upper right")
 
 

@@ -47,17 +47,22 @@ class Tally:
 
         Args:
             logits: [n, vocabulary], of the policy.
-            exact: [n, vocabulary], of the exact cache at the same tokens.
+            exact: [n, vocabulary], log-probabilities by the exact cache at the same tokens; see `logprobs`.
             targets: [n] the tokens that came.
         """
         wanted = torch.tensor(targets, device=logits.device)[:, None]
         for start in range(0, len(targets), ROWS):
             rows = slice(start, start + ROWS)
-            ours, theirs = logits[rows].double().log_softmax(-1), exact[rows].double().log_softmax(-1)
+            ours, theirs = logits[rows].double().log_softmax(-1), exact[rows]
             self.loss -= float(ours.gather(1, wanted[rows]).sum())
             self.divergence += float(torch.nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
             self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         self.tokens += len(targets)
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    """Log-probabilities in double precision, [n, vocabulary]; for all policies that are compared with them."""
+    return logits.double().log_softmax(-1)
 
 
 def losses(logits: Tensor, targets: Sequence[int]) -> list[float]:

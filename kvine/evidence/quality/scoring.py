@@ -16,8 +16,8 @@ from kvine.evidence.progress import Progress, silent
 from kvine.evidence.quality.mass import LostMass, sees_less
 from kvine.evidence.quality.policies import Policy, Refused, with_exact
 from kvine.evidence.quality.reader import CHUNK, Reader, memory_needed
-from kvine.evidence.quality.scores import Tally, losses
-from kvine.evidence.quality.texts import Stretch, beginning, stretches
+from kvine.evidence.quality.scores import Tally, logprobs, losses
+from kvine.evidence.quality.texts import LEAST_TOKENS, Stretch, beginning, stretches
 from kvine.llm import LLM
 from kvine.models.cache_specs import cache_specs
 from kvine.models.packing import count_packings
@@ -131,6 +131,8 @@ def evaluate(
         RequestError: for numbers that are out of range.
         ConfigError: if memory is too small for the exact cache.
     """
+    if len(ids) < LEAST_TOKENS:
+        raise RequestError("The text is too short: it needs a token to read and one to score.")
     begin = beginning(llm.tokenizer)
     most = llm.model.config.max_context
     context = min(len(begin) + len(ids), most) if context is None else context
@@ -253,11 +255,11 @@ def _read_piece(
     exact: Reader, runs: Sequence[_Run], ids: Sequence[int], first: int, one_by_one: bool, watch: LostMass | None
 ) -> None:
     fed, targets = ids[:-1], ids[1 + first :]
-    truth: Tensor = exact.read(fed, observer=watch)
+    truth: Tensor = logprobs(exact.read(fed, observer=watch)[first:])
     for run in runs:
         logits = run.reader.step(fed[0]) if one_by_one else run.reader.read(fed)
         if targets:
-            run.tally.add(logits[first:], truth[first:], targets)
+            run.tally.add(logits[first:], truth, targets)
 
 
 def _scored(run: _Run, by_layer: list[float]) -> Scored:
