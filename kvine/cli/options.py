@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvine.config import CacheConfig, EngineConfig
+from kvine.config import CacheConfig, EngineConfig, check_device, check_dtype
 from kvine.errors import RequestError
 from kvine.sampling.params import SamplingParams
 
@@ -85,6 +85,17 @@ class ModelOptions:
     dtype: Annotated[str, _model("auto, fp32, bf16 or fp16.")] = "auto"
     weights: Annotated[str, _model(WEIGHTS_HELP)] = "auto"
     threads: Annotated[int | None, _model("CPU threads; by default OMP_NUM_THREADS, or all usable cores.")] = None
+
+    def check(self) -> None:
+        """Says what is wrong without loading torch, also where no model is loaded. Raises ConfigError."""
+        from kvine.engine.resources import checked_threads
+        from kvine.models.packing import check_weights
+
+        check_device(self.device)
+        check_dtype(self.dtype)
+        check_weights(self.weights)
+        if self.threads is not None:
+            checked_threads(self.threads)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,9 @@ class CacheOptions:
     kv_memory: Annotated[
         str | None, _cache("Budget for K and V, such as 512MiB; by default part of the free memory.")
     ] = None
-    kv_dtype: Annotated[str, _cache("What K and V are stored as: exact, fp32, fp16 or bf16.")] = CacheConfig.kv_dtype
+    kv_dtype: Annotated[
+        str, _cache("What K and V are stored as: exact, fp32, fp16, bf16, int8, int4, int2, or KEYS/VALUES, as k8v4.")
+    ] = CacheConfig.kv_dtype
     block_size: Annotated[int, _cache("Tokens in a block.")] = CacheConfig.block_size
     window: Annotated[int | None, _cache("See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _cache("First tokens that stay visible past the window.")] = CacheConfig.sink_tokens

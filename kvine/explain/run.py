@@ -11,13 +11,14 @@ from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
-from kvine.errors import ContextLengthError, RequestError, StepError
+from kvine.errors import ContextLengthError, RequestError
 from kvine.explain.account import keys_seen, read, work
 from kvine.explain.explanation import Candidate, DecodeStep, Explanation, LayerGroup, Token, check_view
 from kvine.explain.observe import StepObserver, attention_weights
 from kvine.hub import ModelSource
 from kvine.models.load import LoadedModel
 from kvine.models.packing import count_packings
+from kvine.sampling.sampler import no_numbers
 from kvine.text.tokenizer import Tokenizer
 
 
@@ -130,21 +131,21 @@ def _weights(
 
 def _decode(subject: Subject, runner: Runner, cache: SteppedCache, token_id: int, steps: int) -> tuple[DecodeStep, ...]:
     """Greedy steps from a token that is not yet in the cache."""
-    config, pools, item_bytes = subject.model.config, runner.attention.pools, subject.model.dtype.itemsize
+    config, attention, item_bytes = subject.model.config, runner.attention, subject.model.dtype.itemsize
     taken: list[DecodeStep] = []
-    keys_before = sum(keys_seen(pools, position) for position in range(len(cache)))
+    keys_before = sum(keys_seen(attention, position) for position in range(len(cache)))
     while len(taken) < steps and token_id not in subject.parts.eos_ids:
         position, tokens = len(cache), len(cache) + 1
         observer = StepObserver()
         logits = _step(runner, cache, token_id, observer)
-        keys = keys_seen(pools, position)
+        keys = keys_seen(attention, position)
         keys_before += keys
         every = {name: number * tokens for name, number in observer.numbers.items()}
         taken.append(
             DecodeStep(
                 token=_token(subject.tokenizer, position, token_id),
                 computed=work(config, item_bytes, 1, observer.numbers, keys),
-                read=read(pools, position),
+                read=read(attention, position),
                 cache_free=work(config, item_bytes, tokens, every, keys_before),
                 next=_candidates(subject, logits, 1)[0],
             )
@@ -157,7 +158,7 @@ def _candidates(subject: Subject, logits: Tensor, top: int) -> tuple[Candidate, 
     """The most likely ids, the lowest first among equals; what cannot come at all is left out."""
     known = logits[: min(subject.tokenizer.vocab_size, len(logits))].double()
     if not bool(known.max().isfinite()):
-        raise StepError(f"The model's logits have no finite maximum, but {float(known.max())}.")
+        raise no_numbers(float(known.max()), str(subject.source.path))
     order = torch.sort(known, descending=True, stable=True).indices[:top].tolist()
     probabilities = known.softmax(-1)
     texts = subject.tokenizer.pieces(order)
