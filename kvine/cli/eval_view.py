@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvine.evidence.quality.scoring import Evaluation, Scored
     from kvine.evidence.quality.streaming import Streaming
 
-SMALL_LOSS, LARGE_LOSS = 0.01, 0.1  # shares by which perplexity rises, for colours
+SMALL_LOSS, LARGE_LOSS = 0.02, 0.2  # nats a token from the exact cache, for colours
 
 
 def evaluation_json(
@@ -131,26 +131,25 @@ def _policy_table(outcome: "Evaluation") -> "Table":
             "" if one.ms is None else f"{one.ms:.1f}" + ("*" if "ms" in best[one.name] else " "),
             *(["" if one.endless_perplexity is None else f"{one.endless_perplexity:,.3f}"] * endless),
         ]
-        table.add_row(Text(one.name), *map(Text, cells), style=_style(outcome, one))
+        table.add_row(Text(one.name), *map(Text, cells), style=_style(one))
     return table
 
 
-def _style(outcome: "Evaluation", one: "Scored") -> str:
-    increase = outcome.increase(one)
-    return "green" if increase <= SMALL_LOSS else "yellow" if increase <= LARGE_LOSS else "red"
+def _style(one: "Scored") -> str:
+    return "green" if one.kl <= SMALL_LOSS else "yellow" if one.kl <= LARGE_LOSS else "red"
 
 
 def _sentences(outcome: "Evaluation") -> Iterator[str]:
     exact, *others = outcome.policies
-    fair = [one for one in others if outcome.increase(one) <= SMALL_LOSS and one.bytes < exact.bytes]
+    fair = [one for one in others if one.kl <= SMALL_LOSS and one.bytes < exact.bytes]
     if fair:
         one = min(fair, key=lambda one: one.bytes)
         yield (
-            f"{one.name} holds {one.bytes / exact.bytes:.1%} of the exact cache's bytes, the least of those whose "
-            f"perplexity rises by at most {SMALL_LOSS:.0%}."
+            f"{one.name} holds {one.bytes / exact.bytes:.1%} of the exact cache's bytes, the least of those that lie "
+            f"within {SMALL_LOSS} nats a token of it."
         )
     elif others:
-        yield f"No policy here saves bytes and keeps perplexity within {SMALL_LOSS:.0%} of the exact cache's."
+        yield f"No policy here saves bytes and lies within {SMALL_LOSS} nats a token of the exact cache."
     if any(one.endless_perplexity is not None for one in others):
         yield "endless: perplexity of the whole text in one go, past the model's context, which the exact cache cannot."
 

@@ -2,10 +2,12 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from quantizing import block_loss
 from tiny_models import random_prompt, write_checkpoint, write_tokenizer
 
 from kvine.config import CacheConfig
@@ -54,9 +56,9 @@ def only(outcome: Evaluation) -> Scored:
     return policy
 
 
-def oracle(llm: LLM, cache: CacheConfig, ids: list[int] = IDS, keep=None) -> float:
+def oracle(llm: LLM, cache: CacheConfig, ids: list[int] = IDS, **loses: Any) -> float:
     """Perplexity without a cache, of a text in one go."""
-    dense = DenseRunner(llm.model.decoder, dense_attention(llm.model, cache, keep=keep), llm.model.device)
+    dense = DenseRunner(llm.model.decoder, dense_attention(llm.model, cache, **loses), llm.model.device)
     logprobs = dense.logits(ids).double().log_softmax(-1)
     return math.exp(-sum(float(logprobs[i, ids[i + 1]]) for i in range(len(ids) - 1)) / (len(ids) - 1))
 
@@ -101,6 +103,21 @@ def test_what_a_codec_loses_is_in_the_figures(llama: LLM) -> None:
     lost = abs(rounded - oracle(llama, CacheConfig()))
     assert lost > 1e-3 and abs(found.perplexity - rounded) < lost / 5, "some keys lie where sums decide how they round"
     assert 1e-8 < found.kl < 1e-2 and found.mass_lost == 0
+
+
+@pytest.mark.parametrize("words", ["kv-dtype=int8", "kv-dtype=int2", "kv-dtype=k8v4,window=40,sinks=4,block-size=8"])
+def test_a_packed_policys_perplexity_is_that_of_the_same_loss_without_a_cache(llm: LLM, words: str) -> None:
+    found = only(run(llm, words))
+    lossy = oracle(llm, found.cache, loss=block_loss(*found.cache.codecs, found.cache.block_size))
+    lost = abs(lossy - oracle(llm, CacheConfig()))
+    assert lost > 1e-3 and abs(found.perplexity - lossy) < lost / 5, "some numbers lie where sums decide how they round"
+
+
+def test_fewer_bits_lose_more_and_take_less(llama: LLM) -> None:
+    _, *packed = run(llama, "kv-dtype=int8; kv-dtype=int4; kv-dtype=int2").policies
+    assert [one.kl for one in packed] == sorted(one.kl for one in packed) and packed[0].kl > 0
+    assert [one.bytes for one in packed] == sorted((one.bytes for one in packed), reverse=True)
+    assert all(one.mass_lost == 0 for one in packed)
 
 
 def test_all_tokens_are_read_through_the_cache_in_chunks_and_then_one_by_one(
