@@ -115,7 +115,7 @@ def _policy_table(outcome: "Evaluation") -> "Table":
         pad_edge=False,
         header_style="dim",
     )
-    table.add_column("policy", overflow="fold")
+    table.add_column("policy", min_width=22)
     endless = any(one.endless_perplexity is not None for one in outcome.policies)
     for name in ("perplexity", "", "KL", "top-1", "mass lost", "K/V", "at most", "ms", *["endless"] * endless):
         table.add_column(name, justify="right", no_wrap=True)
@@ -131,7 +131,7 @@ def _policy_table(outcome: "Evaluation") -> "Table":
             "" if one.ms is None else f"{one.ms:.1f}" + ("*" if "ms" in best[one.name] else " "),
             *(["" if one.endless_perplexity is None else f"{one.endless_perplexity:,.3f}"] * endless),
         ]
-        table.add_row(Text(one.name), *map(Text, cells), style=_style(one))
+        table.add_row(Text(one.name.replace(",", ", ")), *map(Text, cells), style=_style(one))
     return table
 
 
@@ -197,14 +197,14 @@ def _streaming_table(outcome: "Streaming") -> "Table":
         pad_edge=False,
         header_style="dim",
     )
-    table.add_column("what is kept", overflow="fold")
+    table.add_column("what is kept", min_width=22)
     for name in ("perplexity", "sampled", "last", "K/V at the end"):
         table.add_column(name, justify="right", no_wrap=True)
     anew = outcome.streams[-1].sampled
     for stream in outcome.streams:
         style = "green" if stream.sampled < 1.1 * anew else "yellow" if stream.sampled < 2 * anew else "red"
         table.add_row(
-            Text(stream.name),
+            Text(stream.name.replace(",", ", ")),
             "" if stream.perplexity is None else f"{stream.perplexity:,.2f}",
             f"{stream.sampled:,.2f}",
             f"{stream.segments[-1]:,.2f}" if stream.segments else "",

@@ -45,7 +45,7 @@ def test_json(evaluate) -> None:
 
 def test_a_table(evaluate) -> None:
     said = " ".join(evaluate(*SHORT).out.split())
-    for words in ("policy perplexity", "mass lost", "window=16,sinks=4,sink-rule=in_cache", "90 tokens, in one go"):
+    for words in ("policy perplexity", "mass lost", "window=16, sinks=4, sink-rule=in_cache", "90 tokens, in one go"):
         assert words in said
     assert "endless" not in said
 

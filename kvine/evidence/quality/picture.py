@@ -26,6 +26,7 @@ def draw_evaluation(outcome: Evaluation, path: Path) -> None:
     with plot(path, title=title, panels=len(panels)) as drawn:
         for panel, (label, take) in zip(drawn, panels, strict=True):
             _draw_costs(panel, outcome, label, take)
+        _draw_key(drawn[-1], outcome)
 
 
 def _draw_costs(panel: "Axes", outcome: Evaluation, label: str, take: Callable[[Scored], float]) -> None:
@@ -36,24 +37,22 @@ def _draw_costs(panel: "Axes", outcome: Evaluation, label: str, take: Callable[[
     panel.plot(*_columns(points, best), "o-", color="tab:blue", label="non-dominated")
     if others:
         panel.plot(*_columns(points, others), "x", color="gray", label="dominated")
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    for i, one in enumerate(policies):
-        is_right = points[i][0] > (left + right) / 2  # its name has no room to the right
-        panel.annotate(
-            short_name(one.name),
-            points[i],
-            xytext=(-5 if is_right else 5, 4),
-            textcoords="offset points",
-            ha="right" if is_right else "left",
-            fontsize=6,
-            color="black" if i in best else "gray",
-        )
+    for number, point in enumerate(points, 1):
+        colour = "black" if number - 1 in best else "gray"
+        panel.annotate(str(number), point, xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
     losses = [one.kl for one in policies if one.kl > 0]
     if losses:
         panel.set_yscale("symlog", linthresh=min(losses))  # the exact cache loses 0, which no logarithm shows
         panel.set_ylim(bottom=-min(losses) / 4)
     panel.set(xlabel=label, ylabel="KL from the exact cache, nats a token")
-    panel.legend(loc="upper right")
+    panel.legend(loc="best", fontsize=7)
+
+
+def _draw_key(panel: "Axes", outcome: Evaluation) -> None:
+    """Which number is which policy: names at the points would cover each other."""
+    names = [f"{number}  {short_name(one.name)}" for number, one in enumerate(outcome.policies, 1)]
+    handles = [panel.plot([], [], " ")[0] for _ in names]
+    panel.figure.legend(handles, names, loc="outside right center", fontsize=7, handlelength=0, handletextpad=0)
 
 
 def _columns(points: Sequence[tuple[float, float]], chosen: Sequence[int]) -> tuple[list[float], list[float]]:
