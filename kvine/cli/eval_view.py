@@ -47,6 +47,7 @@ def evaluation_json(
                 "endless_perplexity": _finite(one.endless_perplexity),
                 "tokens": one.tokens,
                 "non_dominated": best[one.name],
+                "backends": list(one.backends),
                 "options": {
                     "kv_dtype": one.cache.kv_dtype,
                     "window": one.cache.window,
@@ -150,6 +151,12 @@ def _sentences(outcome: "Evaluation") -> Iterator[str]:
         )
     elif others:
         yield f"No policy here saves bytes and lies within {SMALL_LOSS} nats a token of the exact cache."
+    apart = [one.name for one in others if set(one.backends) != set(exact.backends)]
+    if apart and outcome.dtype != "fp32":
+        yield (
+            f"Computed by another attention backend than the exact cache: {'; '.join(apart)}. That alone is some "
+            f"thousandths of a nat in {outcome.dtype}; with --dtype fp32 what is left is the policy's."
+        )
     if any(one.endless_perplexity is not None for one in others):
         yield "endless: perplexity of the whole text in one go, past the model's context, which the exact cache cannot."
 

@@ -30,6 +30,7 @@ def test_json(evaluate) -> None:
         assert one["tokens"] == 89 and one["ms"] > 0 and one["endless_perplexity"] is None
         assert one["peak_bytes"] >= one["bytes"] > 0 and len(one["mass_lost_by_layer"]) == LAYERS
     exact, window, sinks, half = told["policies"]
+    assert len(exact["backends"]) == 1 and exact["backends"] == window["backends"]
     assert (exact["kl"], exact["top1"], exact["mass_lost"], exact["perplexity_increase"]) == (0, 1, 0, 0)
     assert exact["bytes"] == kv_bytes(89) and half["bytes"] == exact["bytes"] // 2
     assert window["kl"] > half["kl"] > 0 and window["mass_lost"] > sinks["mass_lost"] > half["mass_lost"] == 0

@@ -41,6 +41,8 @@ class Reader:
         endless: whether it may go beyond the model's context.
 
     Attributes:
+        specs: of its layer groups.
+        backends: that compute their attention.
         end_bytes: of K and V held when the longest text so far had been read.
         peak_bytes: the most held at any time, in the middle of a model call too.
         times_ms: of model calls of a single token.
@@ -60,6 +62,7 @@ class Reader:
         assert isinstance(parts.runner, Runner)
         self._runner = parts.runner
         self.specs: tuple[CacheSpec, ...] = parts.manager.specs
+        self.backends = tuple(backend.name for backend in self._runner.attention.backends)
         self.max_context = None if endless else parts.max_context
         self.end_bytes = self.peak_bytes = 0
         self.times_ms: list[float] = []

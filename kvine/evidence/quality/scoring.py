@@ -43,6 +43,8 @@ class Scored:
         mass_lost_by_layer: the same for each layer.
         endless_perplexity: of the whole text read in one go, for policies without end where the text is longer than the
             model's context; else None.
+        backends: that computed its attention, one for each layer group. Another backend than the exact cache's rounds
+            otherwise, which in bf16 is a divergence too.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Scored:
     mass_lost: float
     mass_lost_by_layer: tuple[float, ...]
     endless_perplexity: float | None = None
+    backends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,7 @@ def _scored(run: _Run, by_layer: list[float]) -> Scored:
         top1=run.tally.top1,
         mass_lost=sum(by_layer) / len(by_layer),
         mass_lost_by_layer=tuple(by_layer),
+        backends=run.reader.backends,
     )
 
 
