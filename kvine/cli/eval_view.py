@@ -155,8 +155,8 @@ def _sentences(outcome: "Evaluation") -> Iterator[str]:
         yield f"No policy here saves bytes and lies within {SMALL_LOSS} nats a token of the exact cache."
     if outcome.dtype != "fp32" and any(0 < one.kl < NOISE for one in others):
         yield (
-            f"In {outcome.dtype} two right computations lie up to about {NOISE} nats a token apart, by the order of their "
-            "sums: what is below that, --dtype fp32 tells."
+            f"In {outcome.dtype} two right computations lie up to about {NOISE} nats a token apart, by the order of "
+            "their sums: what is below that, --dtype fp32 tells."
         )
     if any(one.endless_perplexity is not None for one in others):
         yield "endless: perplexity of the whole text in one go, past the model's context, which the exact cache cannot."
