@@ -25,6 +25,7 @@ WITHOUT_TORCH = (
     "kvine.toy",
     "kvine.sampling.params",
     "kvine.evidence.plan",
+    "kvine.evidence.quality.policies",
     "kvine.formats.gguf_header",
     "kvine.formats.safetensors_headers",
 )

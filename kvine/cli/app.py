@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from kvine import __version__
 from kvine.cli.bench import bench
 from kvine.cli.chat import chat
+from kvine.cli.eval import evaluate
 from kvine.cli.experiment import experiment
 from kvine.cli.explain import explain
 from kvine.cli.generate import generate
@@ -79,6 +80,7 @@ app.command()(traps)
 app.command()(plan)
 app.command()(explain)
 app.command()(bench)
+app.command("eval")(evaluate)
 app.add_typer(experiment, name="experiment")
 
 

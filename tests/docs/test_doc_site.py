@@ -41,7 +41,8 @@ def test_nothing_is_fetched_when_a_page_is_read(site: Path) -> None:
 
 def test_every_command_has_its_options_in_the_reference(site: Path) -> None:
     page = (site / "reference" / "cli.html").read_text("utf-8")
-    for words in ("generate", "chat", "pull", "models", "verify", "traps", "plan", "explain", "experiment cache"):
+    commands = ("generate", "chat", "pull", "models", "verify", "traps", "plan", "explain", "eval", "experiment cache")
+    for words in commands:
         assert f"<code>kvine {words}</code>" in page
     assert "--sink-rule" in page
 
