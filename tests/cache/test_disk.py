@@ -66,7 +66,7 @@ def test_another_size_or_group_or_namespace_is_a_miss(folder):
 def test_files_never_grow_beyond_the_limit(folder, size):
     limit = 1 << 20
     store = DiskStore(folder, limit)
-    names = chain(b"n", range(4 * 3 * limit // size), 4)
+    names = chain(b"n", range(4 * min(3 * limit // size, 2500)), 4)
     for start in range(0, len(names), 10):
         assert store.put([(name, content(name, (size,))) for name in names[start : start + 10]]) == len(
             names[start : start + 10]
