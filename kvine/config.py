@@ -7,8 +7,13 @@ from typing import Literal
 from kvine.errors import ConfigError
 
 SinkRule = Literal["absolute", "in_cache"]
-KV_DTYPES = ("exact", "fp32", "fp16", "bf16")
+ELEMENT_CODECS = ("exact", "fp32", "fp16", "bf16")
+PACKED_CODECS = ("int8", "int4", "int2")
+KV_DTYPES = (*ELEMENT_CODECS, *PACKED_CODECS)
+PER_TOKEN = "-token"
 BACKENDS = ("auto", "native", "sdpa", "reference")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
@@ -48,6 +53,39 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def is_packed(codec: str) -> bool:
+    """Whether a codec packs whole blocks."""
+    return codec.removesuffix(PER_TOKEN) in PACKED_CODECS
+
+
+def split_codecs(name: str) -> tuple[str, str]:
+    """The codecs of keys and values that a `kv_dtype` names: one for both (`int4`), `KEYS/VALUES`, or `k8v4` for short.
+
+    `int4-token` alone means keys by token too. ValueError for anything else.
+    """
+    short = re.fullmatch(r"k([248])v([248])", name)
+    if short:
+        return f"int{short[1]}", f"int{short[2]}"
+    keys, slash, values = name.partition("/")
+    if not slash:
+        values = keys.removesuffix(PER_TOKEN) if is_packed(keys) else keys
+    if keys.removesuffix(PER_TOKEN if is_packed(keys) else "") not in KV_DTYPES or values not in KV_DTYPES:
+        raise ValueError(name)
+    return keys, values
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for what is no kind of device; whether it is there only torch knows."""
+    if name not in DEVICES:
+        raise ConfigError(f"Device {name!r} is unknown. Choose one of {', '.join(DEVICES)}.")
+
+
+def check_dtype(name: str) -> None:
+    """Raises ConfigError for what is neither a compute dtype nor `auto`."""
+    if name != "auto" and name not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(COMPUTE_DTYPES)}.")
+
+
 def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"{name} is {value!r}: give a whole number from {least} to {most}.")
@@ -62,7 +100,9 @@ class CacheConfig:
         kv_memory: budget for K and V in bytes, or a text such as `2GiB`; None takes the smaller of a quarter of the
             free memory and four times the model's context.
         kv_dtype: what K and V are stored as: `exact` is the compute dtype; `fp32`, `fp16` and `bf16` convert each
-            value as it is written.
+            value as it is written; `int8`, `int4` and `int2` pack each block once it is full, keys by channel and
+            values by token. `KEYS/VALUES` names two (`int8/int4`, or `k8v4` for short), and `int4-token` packs keys
+            by token too. See `kvine.cache.layout`.
         window: if given, a query sees only its last `window` tokens (itself included) and the sinks, in every layer
             that the model does not limit more tightly itself.
         sink_tokens: first tokens that stay visible past the window (attention sinks, arXiv:2309.17453).
@@ -88,12 +128,22 @@ class CacheConfig:
             raise ConfigError(f"prefix_caching is {self.prefix_caching!r}: give True or False.")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
-        if self.kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_dtype {self.kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}.")
+        self.codecs  # noqa: B018  # refuses unknown ones
         if self.sink_tokens and self.window is None:
             raise ConfigError("Sinks need a window: without one every token stays visible. Give window as well.")
         if self.sink_rule not in ("absolute", "in_cache"):
             raise ConfigError(f"sink_rule {self.sink_rule!r} is unknown: choose absolute or in_cache.")
+
+    @property
+    def codecs(self) -> tuple[str, str]:
+        """The codecs of keys and of values."""
+        try:
+            return split_codecs(self.kv_dtype)
+        except (ValueError, AttributeError, TypeError):
+            raise ConfigError(
+                f"kv_dtype {self.kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}, or two of them for keys "
+                "and values, such as int8/int4 or k8v4."
+            ) from None
 
 
 @dataclass(frozen=True)

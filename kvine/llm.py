@@ -136,7 +136,8 @@ class LLM:
             multiplied with packed weights is rounded to 8 bits.
         cache: how the past is kept.
         engine: how requests share the model.
-        threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use.
+        threads: of the CPU; by default `OMP_NUM_THREADS`, or as many as the process may use (with a KvineWarning where
+            that variable asks for more).
 
     Raises:
         FetchError, ModelLoadError, ConfigError: with a sentence that says what to do.

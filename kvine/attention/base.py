@@ -1,6 +1,6 @@
 """The contracts of the room: what a step computes (`Batch`), and what every backend offers (`Backend`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +16,13 @@ class GroupBatch:
 
     Attributes:
         block_tables: for each request its blocks by position, `sequence.MISSING` where one was let go.
-        slot_mapping: [N] slots that the step's tokens are written to.
+        slot_mapping: [N] slots that the step's tokens are written to; empty where full blocks are packed.
+        open_tables: where full blocks are packed, for each request its open ones by position, as above.
     """
 
     block_tables: list[list[int]]
     slot_mapping: Tensor
+    open_tables: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvine.attention.base import Backend, Batch
+from kvine.attention.packed import PackedStep
+from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
+from kvine.cache.sequence import MISSING
 from kvine.rope import RotaryEmbedding
 
 
@@ -24,12 +28,15 @@ class AttentionLayer:
     rope: RotaryEmbedding
 
 
+Pool = KVPool | PackedPool
+
+
 class CachedAttention:
     """The engine's attention: rotate, write, attend.
 
     Args:
         layers: one for each layer of the model.
-        pools: the memory of each layer group.
+        pools: the memory of each shelf of the cache, the groups' own first.
         backends: the backend of each layer group.
         scale: factor on the scores.
         softcap: soft cap of the scores, if the model has one.
@@ -38,7 +45,7 @@ class CachedAttention:
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        pools: Sequence[KVPool],
+        pools: Sequence[Pool],
         backends: Sequence[Backend],
         *,
         scale: float,
@@ -49,10 +56,37 @@ class CachedAttention:
         self.backends = tuple(backends)
         self.scale = scale
         self.softcap = softcap
+        packed = [group for group, pool in enumerate(pools) if isinstance(pool, PackedPool)]
+        self.open_shelf = {group: len(backends) + n for n, group in enumerate(packed)}
 
     def step(self, batch: Batch) -> "StepAttention":
         """The `attend` function of one model call."""
         return StepAttention(self, batch)
+
+    def read(self, group: int, layer: int, tables: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """K and V of a sequence in a group's layer number `layer`, each `[1, kv_heads, blocks × block_size, head_dim]`.
+
+        Copies, for people and tests: of blocks that were let go nothing, of packed ones what the codecs have kept.
+
+        Args:
+            group: of the layers.
+            layer: its number in the group.
+            tables: the sequence's block tables, one for each shelf.
+        """
+        pool, shelf = self.pools[group], self.open_shelf.get(group)
+        live = [block for block in tables[group] if block != MISSING]
+        if isinstance(pool, KVPool):
+            return pool.read(layer, live, len(live) * pool.spec.block_size)
+        assert shelf is not None
+        opened = self.pools[shelf]
+        assert isinstance(opened, KVPool)
+        kept = pool.unsealed(layer, torch.tensor(live, dtype=torch.long, device=pool.k.device))
+        begun = [block for block in tables[shelf] if block != MISSING]
+        tail = opened.read(layer, begun, len(begun) * pool.spec.block_size)
+        return tuple(  # type: ignore[return-value]
+            torch.cat((sealed.transpose(0, 1).flatten(1, 2)[None], last.float()), 2)
+            for sealed, last in zip((kept.k, kept.v), tail, strict=True)
+        )
 
 
 class StepAttention:
@@ -62,12 +96,21 @@ class StepAttention:
         self._attention = attention
         self._plans: list[Any] = []
         self._rows: list[Tensor] = []
+        self._packed: dict[int, PackedStep] = {}
         self._angles: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._moved: list[Tensor | None] = []  # positions by which the sinks are read, where they differ
         self._positions = batch.positions
-        for group, (pool, backend) in enumerate(zip(attention.pools, attention.backends, strict=True)):
-            self._plans.append(backend.plan(batch, group, pool.spec))
-            self._rows.append(pool.row_index(batch.groups[group].slot_mapping))
+        for group, backend in enumerate(attention.backends):
+            pool = attention.pools[group]
+            if isinstance(pool, PackedPool):
+                opened = attention.pools[attention.open_shelf[group]]
+                assert isinstance(opened, KVPool)
+                self._packed[group] = PackedStep(batch, group, pool, opened, backend)
+                self._plans.append(None)
+                self._rows.append(batch.positions)
+            else:
+                self._plans.append(backend.plan(batch, group, pool.spec))
+                self._rows.append(pool.row_index(batch.groups[group].slot_mapping))
             limit = pool.spec.sinks_move_from
             moved = limit is not None and max(batch.context_len) > limit
             self._moved.append(batch.positions.clamp(max=limit - 1) if limit is not None and moved else None)
@@ -79,17 +122,17 @@ class StepAttention:
         pool = attention.pools[place.group]
         cos, sin = self._rotation(place, moved=False)
         rotate = place.rope.rotate
-        pool.write(place.index, self._rows[place.group], rotate(k, cos, sin), v)
+        k = rotate(k, cos, sin)
+        if isinstance(pool, KVPool):
+            pool.write(place.index, self._rows[place.group], k, v)
         q_sink = None
         if self._moved[place.group] is not None:
             q_sink = rotate(q, *self._rotation(place, moved=True))
+        q, scale, softcap = rotate(q, cos, sin), attention.scale, attention.softcap
+        if isinstance(pool, PackedPool):
+            return self._packed[place.group].attend(place.index, q, k, v, scale=scale, q_sink=q_sink, softcap=softcap)
         return attention.backends[place.group].attend(
-            rotate(q, cos, sin),
-            pool.layers[place.index],
-            self._plans[place.group],
-            scale=attention.scale,
-            q_sink=q_sink,
-            softcap=attention.softcap,
+            q, pool.layers[place.index], self._plans[place.group], scale=scale, q_sink=q_sink, softcap=softcap
         )
 
     def _rotation(self, place: AttentionLayer, moved: bool) -> tuple[Tensor, Tensor]:

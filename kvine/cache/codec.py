@@ -53,9 +53,9 @@ def pack(values: Tensor, layout: PackedLayout) -> Tensor:
 def unpack(stored: Tensor, layout: PackedLayout) -> Tensor:
     """What `pack` has kept: [..., num_bytes] → [..., T, D] fp32."""
     t, d, lead = layout.block_size, layout.head_dim, stored.shape[:-1]
-    codes, scale, minimum = torch.split(stored, (layout.code_bytes, 2 * layout.num_groups, 2 * layout.num_groups), -1)
+    codes, scale, minimum = torch.split(stored, [layout.code_bytes, 2 * layout.num_groups, 2 * layout.num_groups], -1)
     rows = (d, t) if layout.part == "key" else (t, d)
-    numbers = _apart(codes.reshape(*lead, rows[0], -1), layout.bits).float()
+    numbers = _apart(codes.reshape(*lead, rows[0], rows[1] * layout.bits // 8), layout.bits).float()
     if layout.part == "key":
         numbers = numbers.transpose(-1, -2)
     grouped, _ = _grouped(numbers.contiguous(), layout)
@@ -66,12 +66,12 @@ def _grouped(values: Tensor, layout: PackedLayout) -> tuple[Tensor, int]:
     """[..., T, D] with groups along one axis, and which: [..., T, D] by channel, [..., T, D / G, G] by token."""
     if layout.by_channel:
         return values, -2
-    return _split(values, -1, layout.group), -1
+    return _split(values, size=layout.group), -1
 
 
-def _split(values: Tensor, *sizes: int) -> Tensor:
-    """The last axis as two."""
-    return values.reshape(*values.shape[:-1], *sizes)
+def _split(values: Tensor, *, size: int) -> Tensor:
+    """The last axis as two, the second of `size`."""
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
 def _bytes(parameters: Tensor, layout: PackedLayout) -> Tensor:
@@ -91,15 +91,15 @@ def _parameters(stored: Tensor, layout: PackedLayout) -> Tensor:
     if layout.by_channel:
         return ordered.unsqueeze(-2)
     if layout.part == "key":
-        return _split(ordered, -1, layout.block_size).transpose(-1, -2).unsqueeze(-1)
-    return _split(ordered, layout.block_size, -1).unsqueeze(-1)
+        return _split(ordered, size=layout.block_size).transpose(-1, -2).unsqueeze(-1)
+    return _split(ordered, size=layout.head_dim // layout.group).unsqueeze(-1)
 
 
 def _side_by_side(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] → [..., n · bits / 8]."""
     if bits == 8:
         return codes.contiguous()
-    parts = _split(codes, 8 // bits, -1).unbind(-2)
+    parts = _split(codes, size=codes.shape[-1] * bits // 8).unbind(-2)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], 1):
         packed |= part << (bits * i)

@@ -9,18 +9,18 @@ from collections.abc import Collection, Sequence
 from kvine.cache.blocks import BlockPool
 from kvine.cache.prefix import PrefixIndex
 from kvine.cache.sequence import MISSING, CachedSequence
-from kvine.cache.spec import CacheSpec
+from kvine.cache.shelf import Shelf
 
 
 def check_references(
     pools: Sequence[BlockPool], sequences: Collection[CachedSequence], pinned: Sequence[tuple[int, int]]
 ) -> None:
     """Asserts that what sequences and pending copies hold is what each pool counts: no orphan, no block too few."""
-    for group, pool in enumerate(pools):
+    for shelf, pool in enumerate(pools):
         pool.check()
-        held = Counter(block for pinned_group, block in pinned if pinned_group == group)
+        held = Counter(block for pinned_shelf, block in pinned if pinned_shelf == shelf)
         for sequence in sequences:
-            held.update(sequence.held(group))
+            held.update(sequence.held(shelf))
         assert held == pool.references, "reference counts differ from what sequences hold"
 
 
@@ -32,20 +32,20 @@ def check_index(pools: Sequence[BlockPool], index: PrefixIndex, sequences: Colle
     for node in nodes:
         assert node.pins == ends[id(node)], "a node is pinned by other sequences than those that end there"
         assert node.pins or node.children or any(b is not None for b in node.blocks), "a node holds nothing"
-        for group, found in enumerate(node.blocks):
-            assert found is None or pools[group].node_of[found] is node, "a node names a block that is not its"
-    for group, pool in enumerate(pools):
+        for shelf, found in enumerate(node.blocks):
+            assert found is None or pools[shelf].node_of[found] is node, "a node names a block that is not its"
+    for shelf, pool in enumerate(pools):
         for block, node in pool.node_of.items():
-            assert node.blocks[group] == block, "a published block is not its node's"
+            assert node.blocks[shelf] == block, "a published block is not its node's"
 
 
-def check_sequence(sequence: CachedSequence, specs: Sequence[CacheSpec]) -> None:
-    """Asserts that a sequence holds every block that a later query sees, each once, and that its path spells it."""
-    size = specs[0].block_size
-    for group, spec in enumerate(specs):
-        table, own = sequence.tables[group], sequence.held(group)
-        assert len(table) >= spec.num_blocks(sequence.num_tokens), "a table is shorter than its tokens"
-        for block in spec.live_blocks(sequence.num_tokens):
+def check_sequence(sequence: CachedSequence, shelves: Sequence[Shelf]) -> None:
+    """Asserts that a sequence holds every block that a later query reads, each once, and that its path spells it."""
+    size = shelves[0].spec.block_size
+    for number, shelf in enumerate(shelves):
+        table, own = sequence.tables[number], sequence.held(number)
+        assert len(table) >= shelf.spec.num_blocks(sequence.num_tokens), "a table is shorter than its tokens"
+        for block in shelf.live_blocks(sequence.num_tokens):
             assert table[block] != MISSING, "a visible block was let go"
         assert len(own) == len(set(own)), "a sequence holds a block twice"
     assert len(sequence.path) <= sequence.num_tokens // size + 1, "the path is longer than the tokens"

@@ -13,25 +13,19 @@ One head of a packed part is its codes, then its scales, then its minima:
 Of n numbers side by side in b bits, byte j holds those at j, j + n·b/8, j + 2·n·b/8 …, the first in the lowest bits.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
+from kvine.config import PER_TOKEN, is_packed, split_codecs
+
+__all__ = ["ITEM_BYTES", "PackedLayout", "is_packed", "packed_layout", "part_bytes", "split_codecs", "unpackable"]
+
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ELEMENT_CODECS = ("exact", *ITEM_BYTES)
 PACKED_BITS = {"int8": 8, "int4": 4, "int2": 2}
-PER_TOKEN = "-token"
-KEY_CODECS = (*ELEMENT_CODECS, *PACKED_BITS, *(name + PER_TOKEN for name in PACKED_BITS))
-VALUE_CODECS = (*ELEMENT_CODECS, *PACKED_BITS)
 
 Part = Literal["key", "value"]
 _GROUP = 32
 _PARAMETER_BYTES = 2 * 2  # scale and minimum, fp16
-
-
-def is_packed(codec: str) -> bool:
-    """Whether a codec packs whole blocks."""
-    return codec.removesuffix(PER_TOKEN) in PACKED_BITS
 
 
 def channel_group(head_dim: int) -> int:
@@ -101,19 +95,3 @@ def part_bytes(part: Part, codec: str, block_size: int, head_dim: int, dtype: st
     if is_packed(codec):
         return packed_layout(part, codec, block_size, head_dim).num_bytes
     return block_size * head_dim * ITEM_BYTES[dtype if codec == "exact" else codec]
-
-
-def split_codecs(name: str) -> tuple[str, str]:
-    """The codecs of keys and values that a `kv_dtype` names: one for both (`int4`), `KEYS/VALUES`, or `k8v4` for short.
-
-    `int4-token` alone means keys by token too. ValueError for anything else.
-    """
-    short = re.fullmatch(r"k([248])v([248])", name)
-    if short:
-        return f"int{short[1]}", f"int{short[2]}"
-    keys, slash, values = name.partition("/")
-    if not slash:
-        values = keys.removesuffix(PER_TOKEN) if is_packed(keys) else keys
-    if keys not in KEY_CODECS or values not in VALUE_CODECS:
-        raise ValueError(name)
-    return keys, values

@@ -11,6 +11,7 @@ from kvine.cache.hashing import HashFunction, digest
 from kvine.cache.invariants import check_index, check_references, check_sequence
 from kvine.cache.prefix import Node, PrefixIndex, common_prefix
 from kvine.cache.sequence import MISSING, CachedSequence
+from kvine.cache.shelf import shelves_of
 from kvine.cache.spec import CacheSpec
 
 __all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
@@ -18,9 +19,9 @@ __all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A copy the pool must make before the next write: the first num_tokens tokens of a block."""
+    """A copy to make before the next write: the first num_tokens tokens of a block of one shelf."""
 
-    group: int
+    shelf: int
     source: int
     target: int
     num_tokens: int
@@ -29,12 +30,15 @@ class BlockCopy:
 class CacheManager:
     """The one place that hands out blocks.
 
+    A layer group has one shelf, and another for open blocks where its codecs pack (see `kvine.cache.shelf`). Each
+    shelf has a pool of ids here, and each sequence a block table for it; the first len(specs) are the groups' own.
+
     Args:
         specs: one for each layer group, all of one block size.
         budget: bytes of K and V over all groups.
         dtype: compute dtype, `fp32`, `bf16` or `fp16`.
         prefix_caching: whether blocks are published and kept for later sequences.
-        capacities: blocks that each group's address space holds; by default the whole budget for each, so that only
+        capacities: blocks that each shelf's address space holds; by default the whole budget for each, so that only
             the bytes limit them.
         hash_function: of the prefix index, see there.
     """
@@ -54,11 +58,13 @@ class CacheManager:
         assert all(spec.block_size == self.block_size for spec in self.specs), "all groups share one block size"
         self.budget = budget
         self.prefix_caching = prefix_caching
-        sizes = [spec.bytes_per_block(dtype) for spec in self.specs]
+        self.shelves = shelves_of(self.specs)
+        sizes = [shelf.bytes_per_block(dtype) for shelf in self.shelves]
         self.pools = [
             BlockPool(n, size) for n, size in zip(capacities or [budget // s for s in sizes], sizes, strict=True)
         ]
-        self.index = PrefixIndex(len(self.specs), hash_function)
+        self.index = PrefixIndex(len(self.shelves), hash_function)
+        self._begun = [n for n, shelf in enumerate(self.shelves) if shelf.holds_begun]
         self.copies: list[BlockCopy] = []
         self.num_evictions = 0
         self._sequences: set[CachedSequence] = set()
@@ -79,11 +85,11 @@ class CacheManager:
 
     def bytes_held(self, sequence: CachedSequence) -> int:
         """Bytes of K and V in the blocks of one sequence."""
-        return sum(len(sequence.held(group)) * pool.bytes_per_block for group, pool in enumerate(self.pools))
+        return sum(len(sequence.held(shelf)) * pool.bytes_per_block for shelf, pool in enumerate(self.pools))
 
     def fits_ever(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an empty cache."""
-        needs = [spec.max_live_blocks(num_tokens, chunk) for spec in self.specs]
+        needs = [shelf.max_live_blocks(num_tokens, chunk) for shelf in self.shelves]
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
         return sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True)) <= self.budget
@@ -101,8 +107,8 @@ class CacheManager:
     def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
         """Whether `sequence` could grow to num_tokens tokens with what is free or cached now."""
         needs = [
-            max(0, spec.max_live_blocks(num_tokens, chunk) - len(sequence.held(group)))
-            for group, spec in enumerate(self.specs)
+            max(0, shelf.max_live_blocks(num_tokens, chunk) - len(sequence.held(number)))
+            for number, shelf in enumerate(self.shelves)
         ]
         return self._room_for(needs)
 
@@ -114,7 +120,7 @@ class CacheManager:
         At most len(tokens) - 1 tokens are taken from the cache, so that the last one is computed and gives logits.
         """
         root = self.index.root(namespace)
-        sequence = CachedSequence([], [[] for _ in self.specs], [root])
+        sequence = CachedSequence([], [[] for _ in self.shelves], [root])
         root.pins += 1
         self._sequences.add(sequence)
         if self.prefix_caching and len(tokens) > 1:
@@ -129,22 +135,29 @@ class CacheManager:
         """
         end = self.specs[0].num_blocks(sequence.num_tokens + num_new)
         last = sequence.num_tokens // self.block_size
-        more = max(0, end - len(sequence.tables[0]))
-        begun = [
-            (pool, table[last]) for pool, table in zip(self.pools, sequence.tables, strict=True) if last < len(table)
-        ]
-        copied = [not pool.writable(block) for pool, block in begun] or [False] * len(self.pools)
-        if not self._room_for([more + copy for copy in copied]):
+        written = [shelf.written(sequence.num_tokens, num_new) for shelf in self.shelves]
+        more: list[int] = []
+        begun: list[int] = []  # blocks that are written to and may be shared
+        for table, positions in zip(sequence.tables, written, strict=True):
+            held = [position for position in positions if position < len(table) and table[position] != MISSING]
+            more.append(len(positions) - len(held))
+            begun.append(table[last] if last in held else MISSING)
+        pairs = list(zip(self.pools, begun, strict=True))
+        copied = [block != MISSING and not pool.writable(block) for pool, block in pairs]
+        if not self._room_for([new + copy for new, copy in zip(more, copied, strict=True)]):
             # Where there is no room for a copy, a block that is only found through the index is taken out of it.
-            copied = [pool.references[block] > 1 for pool, block in begun] or copied
-            if not self._room_for([more + copy for copy in copied]):
+            copied = [block != MISSING and pool.references[block] > 1 for pool, block in pairs]
+            if not self._room_for([new + copy for new, copy in zip(more, copied, strict=True)]):
                 return False
-        for group, table in enumerate(sequence.tables):
-            if copied[group]:
-                self._copy_on_write(group, table, last, sequence.num_tokens % self.block_size)
-            elif begun:
-                self._withdraw(group, table[last])
-            table.extend(self._take(group) for _ in range(more))
+        for shelf, table in enumerate(sequence.tables):
+            if copied[shelf]:
+                self._copy_on_write(shelf, table, last, sequence.num_tokens % self.block_size)
+            elif begun[shelf] != MISSING:
+                self._withdraw(shelf, begun[shelf])
+            table.extend([MISSING] * (end - len(table)))
+            for position in written[shelf]:
+                if table[position] == MISSING:
+                    table[position] = self._take(shelf)
         return True
 
     def commit(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
@@ -152,18 +165,16 @@ class CacheManager:
 
         Blocks that are full now are published; those that no later query can see are let go.
         """
+        before = sequence.num_tokens
         sequence.tokens.extend(tokens)
         assert self.specs[0].num_blocks(sequence.num_tokens) <= len(sequence.tables[0]), "committed more than reserved"
+        for shelf in range(len(self.specs), len(self.shelves)):
+            self._let_die(sequence, shelf, before)  # what is sealed now is found on another shelf
         if self.prefix_caching:
             while len(sequence.path) <= sequence.num_tokens // self.block_size:
                 self._publish_next(sequence)
-        for group, spec in enumerate(self.specs):
-            table = sequence.tables[group]
-            for block in reversed(spec.dead_blocks(sequence.num_tokens)):
-                if table[block] == MISSING:
-                    break  # what died earlier lies before it
-                self._release_block(group, table[block])
-                table[block] = MISSING
+        for shelf in range(len(self.specs)):
+            self._let_die(sequence, shelf, before)
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same past; blocks are shared until one of the two writes.
@@ -171,10 +182,14 @@ class CacheManager:
         Room that was reserved and not committed stays with the first, which reserves anew before it writes.
         """
         end = self.specs[0].num_blocks(sequence.num_tokens)
-        twin = CachedSequence(list(sequence.tokens), [table[:end] for table in sequence.tables], list(sequence.path))
+        tables = []
+        for shelf, table in zip(self.shelves, sequence.tables, strict=True):
+            kept = table[: shelf.num_kept(sequence.num_tokens)]
+            tables.append(kept + [MISSING] * (end - len(kept)))
+        twin = CachedSequence(list(sequence.tokens), tables, list(sequence.path))
         twin.path[-1].pins += 1
-        for group, pool in enumerate(self.pools):
-            for block in twin.held(group):
+        for number, pool in enumerate(self.pools):
+            for block in twin.held(number):
                 pool.acquire(block)
         self._sequences.add(twin)
         return twin
@@ -182,27 +197,26 @@ class CacheManager:
     def crop(self, sequence: CachedSequence, num_tokens: int) -> int:
         """Cuts a sequence to at most num_tokens tokens and returns how many are left.
 
-        Fewer are left where a window has already let go of blocks that the cut end would see; the caller recomputes
-        the difference. Room reserved and not committed is given up too.
+        Fewer are left where a window has already let go of blocks that the cut end would see, or where it would lie
+        inside a packed block; the caller recomputes the difference. Room reserved and not committed is given up too.
         """
 
-        def find(group: int, block: int) -> int | None:
-            own = sequence.tables[group][block]
-            return own if own != MISSING else self._published(sequence.path, group, block)
+        def find(shelf: int, block: int) -> int | None:
+            own = sequence.tables[shelf][block]
+            return own if own != MISSING else self._published(sequence.path, shelf, block)
 
         kept = min(max(num_tokens, 0), sequence.num_tokens)
-        while (gap := self._first_missing(kept, lambda group, block: find(group, block) is not None)) is not None:
+        while (gap := self._first_missing(kept, lambda shelf, block: find(shelf, block) is not None)) is not None:
             kept = gap * self.block_size
-        end = self.specs[0].num_blocks(kept)
-        for group, spec in enumerate(self.specs):
-            table = sequence.tables[group]
-            for block in spec.live_blocks(kept):
+        for number, shelf in enumerate(self.shelves):
+            table = sequence.tables[number]
+            for block in shelf.live_blocks(kept):
                 if table[block] == MISSING:
-                    found = find(group, block)
+                    found = find(number, block)
                     assert found is not None
-                    self.pools[group].acquire(found)
+                    self.pools[number].acquire(found)
                     table[block] = found
-        self._release_from(sequence, end)
+        self._release_from(sequence, kept)
         del sequence.tokens[kept:]
         self._cut_path(sequence, kept // self.block_size + 1)
         return kept
@@ -221,29 +235,29 @@ class CacheManager:
     def take_copies(self) -> list[BlockCopy]:
         """The copies to make, in order, before anything more is written; their sources are held until then."""
         copies, self.copies = self.copies, []
-        for group, block in self._pinned_sources:
-            self._release_block(group, block)
+        for shelf, block in self._pinned_sources:
+            self._release_block(shelf, block)
         self._pinned_sources = []
         return copies
 
-    def take_freed(self, group: int) -> list[int]:
-        """Free blocks of a group whose memory can go back to the system, each named once."""
-        freed = sorted(self.pools[group].freed)
-        self.pools[group].freed.clear()
+    def take_freed(self, shelf: int) -> list[int]:
+        """Free blocks of a shelf whose memory can go back to the system, each named once."""
+        freed = sorted(self.pools[shelf].freed)
+        self.pools[shelf].freed.clear()
         return freed
 
     def clear(self) -> None:
         """Forgets everything that is cached for later sequences."""
-        for group, pool in enumerate(self.pools):
+        for shelf, pool in enumerate(self.pools):
             for block in list(pool.cached):
-                self._evict(group, block)
+                self._evict(shelf, block)
 
     def check(self) -> None:
         """Asserts the invariants: counts, no orphan, tables that agree with visibility, a true index."""
         check_references(self.pools, self._sequences, self._pinned_sources)
         check_index(self.pools, self.index, self._sequences)
         for sequence in self._sequences:
-            check_sequence(sequence, self.specs)
+            check_sequence(sequence, self.shelves)
         assert sum(pool.bytes_used for pool in self.pools) <= self.budget, "the budget is exceeded"
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -255,44 +269,53 @@ class CacheManager:
         wanted = sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True))
         return self.bytes_referenced + wanted <= self.budget
 
-    def _take(self, group: int) -> int:
-        pool = self.pools[group]
+    def _take(self, shelf: int) -> int:
+        pool = self.pools[shelf]
         while pool.num_free == 0:
-            self._evict(group, next(iter(pool.cached)))
+            self._evict(shelf, next(iter(pool.cached)))
         while sum(p.bytes_used for p in self.pools) + pool.bytes_per_block > self.budget:
-            _, oldest = min((next(iter(p.cached.values())), g) for g, p in enumerate(self.pools) if p.cached)
+            _, oldest = min((next(iter(p.cached.values())), n) for n, p in enumerate(self.pools) if p.cached)
             self._evict(oldest, next(iter(self.pools[oldest].cached)))
         return pool.take()
 
-    def _evict(self, group: int, block: int) -> None:
-        self.index.prune(self.pools[group].evict(block, group))
+    def _evict(self, shelf: int, block: int) -> None:
+        self.index.prune(self.pools[shelf].evict(block, shelf))
         self.num_evictions += 1
 
-    def _withdraw(self, group: int, block: int) -> None:
-        if block in self.pools[group].node_of:
-            self.index.prune(self.pools[group].withdraw(block, group))
+    def _withdraw(self, shelf: int, block: int) -> None:
+        if block in self.pools[shelf].node_of:
+            self.index.prune(self.pools[shelf].withdraw(block, shelf))
 
-    def _release_block(self, group: int, block: int) -> None:
+    def _release_block(self, shelf: int, block: int) -> None:
         self.num_releases += 1
-        self.pools[group].release(block, self.num_releases)
+        self.pools[shelf].release(block, self.num_releases)
 
-    def _release_from(self, sequence: CachedSequence, start: int) -> None:
-        """Lets go of blocks from `start` on, the last of every group first: tails are evicted before heads."""
-        for position in reversed(range(start, len(sequence.tables[0]))):
-            for group, table in enumerate(sequence.tables):
-                if table[position] != MISSING:
-                    self._release_block(group, table[position])
+    def _let_die(self, sequence: CachedSequence, shelf: int, before: int) -> None:
+        table = sequence.tables[shelf]
+        for block in reversed(self.shelves[shelf].dying(before, sequence.num_tokens)):
+            if table[block] != MISSING:
+                self._release_block(shelf, table[block])
+                table[block] = MISSING
+
+    def _release_from(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Lets go of what lies behind num_tokens tokens, the last first: tails are evicted before heads."""
+        kept = [shelf.num_kept(num_tokens) for shelf in self.shelves]
+        for position in reversed(range(min(kept), len(sequence.tables[0]))):
+            for shelf, table in enumerate(sequence.tables):
+                if position >= kept[shelf] and table[position] != MISSING:
+                    self._release_block(shelf, table[position])
+                    table[position] = MISSING
         for table in sequence.tables:
-            del table[start:]
+            del table[self.specs[0].num_blocks(num_tokens) :]
 
-    def _copy_on_write(self, group: int, table: list[int], last: int, num_tokens: int) -> None:
+    def _copy_on_write(self, shelf: int, table: list[int], last: int, num_tokens: int) -> None:
         source = table[last]
-        table[last] = self._take(group)
+        table[last] = self._take(shelf)
         if num_tokens:
-            self.copies.append(BlockCopy(group, source, table[last], num_tokens))
-            self._pinned_sources.append((group, source))
+            self.copies.append(BlockCopy(shelf, source, table[last], num_tokens))
+            self._pinned_sources.append((shelf, source))
         else:
-            self._release_block(group, source)
+            self._release_block(shelf, source)
 
     def _attach(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         size, root = self.block_size, sequence.path[0]
@@ -307,30 +330,30 @@ class CacheManager:
         gap: int | None = len(nodes)  # the first block that is not held in whole; another may begin as it does
         while gap is not None:
             begin = tokens[gap * size : min((gap + 1) * size, limit)]
-            partial, shared = self.index.longest_overlap(nodes[gap - 1] if gap else root, begin)
+            partial, shared = self.index.longest_overlap(nodes[gap - 1] if gap else root, begin, self._begun)
             nodes[gap:] = [] if partial is None else [partial]
             length = min(gap * size + shared, limit)
-            gap = self._first_missing(length, lambda group, block: nodes[block].blocks[group] is not None)
-        for group, spec in enumerate(self.specs):
-            live = set(spec.live_blocks(length))
-            for block in range(spec.num_blocks(length)):
-                found = nodes[block].blocks[group] if block in live else None
+            gap = self._first_missing(length, lambda shelf, block: nodes[block].blocks[shelf] is not None)
+        for number, shelf in enumerate(self.shelves):
+            live = set(shelf.live_blocks(length))
+            for block in range(shelf.spec.num_blocks(length)):
+                found = nodes[block].blocks[number] if block in live else None
                 if found is not None:
-                    self.pools[group].acquire(found)
-                sequence.tables[group].append(MISSING if found is None else found)
+                    self.pools[number].acquire(found)
+                sequence.tables[number].append(MISSING if found is None else found)
         sequence.tokens = list(tokens[:length])
         self._extend_path(sequence, nodes[: length // size])
 
     def _first_missing(self, length: int, held: Callable[[int, int], bool]) -> int | None:
-        """The first block that some query at `length` or later sees and some group does not hold.
+        """The first block that some query at `length` or later sees and some shelf does not hold.
 
         It is seen at every shorter length too, down to its own start: nothing in between can be restored.
         """
-        groups = enumerate(self.specs)
-        return min((b for g, spec in groups for b in spec.live_blocks(length) if not held(g, b)), default=None)
+        shelves = enumerate(self.shelves)
+        return min((b for n, shelf in shelves for b in shelf.live_blocks(length) if not held(n, b)), default=None)
 
-    def _published(self, path: Sequence[Node], group: int, block: int) -> int | None:
-        return path[block + 1].blocks[group] if block + 1 < len(path) else None
+    def _published(self, path: Sequence[Node], shelf: int, block: int) -> int | None:
+        return path[block + 1].blocks[shelf] if block + 1 < len(path) else None
 
     def _publish_next(self, sequence: CachedSequence) -> None:
         block = len(sequence.path) - 1
@@ -349,7 +372,7 @@ class CacheManager:
         if any(
             common_prefix(n.tokens, tokens) == length
             for n in parent.children.get(tokens[0], ())
-            if None not in n.blocks
+            if n.holds(self._begun)
         ):
             return  # an equal or longer one is cached already
         node = self.index.add(parent, tokens)
@@ -358,18 +381,18 @@ class CacheManager:
         self.index.prune(node)
 
     def _publish(self, sequence: CachedSequence, node: Node, block: int) -> None:
-        for group, pool in enumerate(self.pools):
-            own = sequence.tables[group][block]
-            if own != MISSING and node.blocks[group] is None and own not in pool.node_of:
-                pool.publish(own, node, group)
+        for shelf, pool in enumerate(self.pools):
+            own = sequence.tables[shelf][block]
+            if own != MISSING and node.blocks[shelf] is None and own not in pool.node_of:
+                pool.publish(own, node, shelf)
 
     def _drop_superseded(self, parent: Node, node: Node) -> None:
         """Frees cached tails that `node` begins with: nothing can match them better than it."""
         for tail in list(parent.children.get(node.tokens[0], ())):
             if len(tail.tokens) < len(node.tokens) and common_prefix(tail.tokens, node.tokens) == len(tail.tokens):
-                for group, found in enumerate(list(tail.blocks)):
-                    if found is not None and found in self.pools[group].cached and node.blocks[group] is not None:
-                        self._evict(group, found)
+                for shelf, found in enumerate(list(tail.blocks)):
+                    if found is not None and found in self.pools[shelf].cached and node.blocks[shelf] is not None:
+                        self._evict(shelf, found)
 
     def _extend_path(self, sequence: CachedSequence, nodes: Sequence[Node]) -> None:
         if nodes:

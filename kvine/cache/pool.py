@@ -1,12 +1,5 @@
-"""The memory of one layer group: K and V as `[layers, blocks, kv_heads, block_size, head_dim]`.
+"""The memory of one layer group: K and V as `[layers, blocks, kv_heads, block_size, head_dim]`."""
 
-On a CPU only address space is reserved; the system commits memory as blocks are first written, low ids first, and
-`give_back` returns it.
-"""
-
-import math
-import mmap
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,8 +8,8 @@ from torch import Tensor
 
 from kvine.cache.codec import DTYPES, encode, storage_dtype
 from kvine.cache.manager import BlockCopy
+from kvine.cache.memory import BlockMemory
 from kvine.cache.spec import CacheSpec
-from kvine.errors import ConfigError
 from kvine.kernels import is_plain, write_rows
 
 
@@ -28,8 +21,8 @@ class LayerKV:
     v: Tensor
 
 
-class KVPool:
-    """K and V of one layer group.
+class KVPool(BlockMemory):
+    """K and V of one layer group, element by element.
 
     Args:
         spec: what the group keeps.
@@ -51,11 +44,11 @@ class KVPool:
         *,
         native: bool = False,
     ) -> None:
+        super().__init__()
         self.spec = spec
         self._native = native
         self.num_blocks = num_blocks
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        self._maps: list[mmap.mmap | None] = []
         self.k = self._reserve(shape, storage_dtype(spec.key_codec, compute), device)
         self.v = self._reserve(shape, storage_dtype(spec.value_codec, compute), device)
         self.layers = [LayerKV(k, v) for k, v in zip(self.k, self.v, strict=True)]
@@ -96,38 +89,3 @@ class KVPool:
             return stored.index_select(0, index).transpose(0, 1).flatten(1, 2)[None, :, :num_tokens]
 
         return gather(self.layers[layer].k), gather(self.layers[layer].v)
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """Returns the memory of free blocks to the system, where the system can take it back."""
-        if sys.platform != "linux":
-            return
-        for mapped, stored in zip(self._maps, (self.k, self.v), strict=True):
-            if mapped is None:
-                continue
-            size = stored.stride(1) * stored.element_size()  # one block of one layer
-            for block in blocks:
-                for layer in range(self.spec.num_layers):
-                    start = (layer * self.num_blocks + block) * size
-                    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-                    last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-                    if last > first:
-                        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def _reserve(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = math.prod(shape)
-        try:
-            if device.type == "cpu" and count:
-                return self._map(shape, count, dtype)
-            self._maps.append(None)
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except (OSError, OverflowError, RuntimeError) as error:
-            raise ConfigError(
-                f"The system refuses {count * dtype.itemsize:,} bytes for the cache ({error}): lower kv_memory."
-            ) from None
-
-    def _map(self, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Tensor:
-        # Private, for the system keeps the pages of a shared mapping even when no process looks at them any more.
-        private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-        mapped = mmap.mmap(-1, count * dtype.itemsize, **private)
-        self._maps.append(mapped)
-        return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape)

@@ -3,7 +3,7 @@
 A node is found by its chained key, and trusted only after its tokens and its parent have been compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from kvine.cache.hashing import HashFunction, block_key, digest
@@ -15,31 +15,35 @@ class Node:
     """A block's worth of tokens after one particular past; fewer than a block's worth in a finished sequence's tail.
 
     Attributes:
-        blocks: for each group the id of the block that holds these tokens' K and V, or None where it is gone.
+        blocks: for each shelf the id of the block that holds these tokens' K and V, or None where there is none.
         pins: sequences whose path ends here; a pinned node is not pruned.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "pins", "tokens")
 
-    def __init__(self, parent: "Node | None", key: bytes, tokens: tuple[int, ...], num_groups: int) -> None:
+    def __init__(self, parent: "Node | None", key: bytes, tokens: tuple[int, ...], num_shelves: int) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
-        self.blocks: list[int | None] = [None] * num_groups
+        self.blocks: list[int | None] = [None] * num_shelves
         self.children: dict[int, list[Node]] = {}  # by first token
         self.pins = 0
+
+    def holds(self, shelves: Iterable[int]) -> bool:
+        """Whether it has a block on each of these."""
+        return all(self.blocks[shelf] is not None for shelf in shelves)
 
 
 class PrefixIndex:
     """All trees, one root for each namespace.
 
     Args:
-        num_groups: layer groups of the model; each node holds at most one block of each.
+        num_shelves: of the manager; each node holds at most one block on each.
         hash_function: maps bytes to a key. Collisions cost time, never correctness.
     """
 
-    def __init__(self, num_groups: int, hash_function: HashFunction = digest) -> None:
-        self._num_groups = num_groups
+    def __init__(self, num_shelves: int, hash_function: HashFunction = digest) -> None:
+        self._num_shelves = num_shelves
         self._hash = hash_function
         self._roots: dict[bytes, Node] = {}
         self._by_key: dict[bytes, list[Node]] = {}
@@ -47,7 +51,7 @@ class PrefixIndex:
     def root(self, namespace: bytes) -> Node:
         """The root of a namespace's tree, made when first asked for."""
         if namespace not in self._roots:
-            self._roots[namespace] = Node(None, namespace, (), self._num_groups)
+            self._roots[namespace] = Node(None, namespace, (), self._num_shelves)
         return self._roots[namespace]
 
     def child(self, parent: Node, tokens: tuple[int, ...]) -> Node | None:
@@ -61,17 +65,17 @@ class PrefixIndex:
         """The node that spells `tokens` after `parent`, made if there is none."""
         node = self.child(parent, tokens)
         if node is None:
-            node = Node(parent, block_key(parent.key, tokens, self._hash), tokens, self._num_groups)
+            node = Node(parent, block_key(parent.key, tokens, self._hash), tokens, self._num_shelves)
             parent.children.setdefault(tokens[0], []).append(node)
             self._by_key.setdefault(node.key, []).append(node)
         return node
 
-    def longest_overlap(self, parent: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        """The child of `parent` with blocks in every group that shares the most leading tokens with `tokens`."""
+    def longest_overlap(self, parent: Node, tokens: Sequence[int], shelves: Sequence[int]) -> tuple[Node | None, int]:
+        """The child of `parent` with blocks on each of `shelves` that shares the most leading tokens with `tokens`."""
         best: Node | None = None
         length = 0
         for node in parent.children.get(tokens[0], ()) if tokens else ():
-            if None in node.blocks:
+            if not node.holds(shelves):
                 continue
             shared = common_prefix(node.tokens, tokens)
             if shared > length:

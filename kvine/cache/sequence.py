@@ -13,7 +13,7 @@ class CachedSequence:
 
     Attributes:
         tokens: the accepted tokens whose K and V are held or were let go as invisible.
-        tables: for each group its blocks in order of position; `MISSING` where one was let go.
+        tables: for each shelf its blocks in order of position; `MISSING` where one was let go or is on another shelf.
         path: the nodes that spell the published part of `tokens`, root first, so path[i + 1] spells block i.
     """
 
@@ -26,6 +26,6 @@ class CachedSequence:
         """Accepted tokens."""
         return len(self.tokens)
 
-    def held(self, group: int) -> list[int]:
-        """The blocks of a group that were not let go, in order of position."""
-        return [block for block in self.tables[group] if block != MISSING]
+    def held(self, shelf: int) -> list[int]:
+        """The blocks that it has on a shelf, in order of position."""
+        return [block for block in self.tables[shelf] if block != MISSING]

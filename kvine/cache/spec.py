@@ -3,12 +3,11 @@
 The planner, the allocator and every attention backend ask here, so that they cannot disagree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvine.cache.layout import is_packed, part_bytes
 from kvine.config import SinkRule
-
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class CacheSpec:
         window: a query at q sees keys k with q - k < window; None sees all.
         sink_tokens: the first tokens, visible past the window.
         sink_rule: at which distance sinks are seen, see `CacheConfig`.
-        key_codec, value_codec: `exact`, `fp32`, `fp16` or `bf16`.
+        key_codec, value_codec: how full blocks are stored, see `kvine.cache.layout`.
     """
 
     layers: tuple[int, ...]
@@ -113,7 +112,24 @@ class CacheSpec:
         sinks = min(self.sink_tokens, beyond)
         return seen * (seen + 1) // 2 + beyond * seen + sinks * (sinks + 1) // 2 + (beyond - sinks) * sinks
 
+    @property
+    def packs(self) -> bool:
+        """Whether keys or values of a full block are packed, so that open blocks are kept apart."""
+        return is_packed(self.key_codec) or is_packed(self.value_codec)
+
+    def key_bytes(self, dtype: str) -> int:
+        """Exact bytes of a head's keys in a sealed block of one layer, under compute dtype `fp32`, `bf16` or `fp16`."""
+        return part_bytes("key", self.key_codec, self.block_size, self.head_dim, dtype)
+
+    def value_bytes(self, dtype: str) -> int:
+        """The same of values."""
+        return part_bytes("value", self.value_codec, self.block_size, self.head_dim, dtype)
+
     def bytes_per_block(self, dtype: str) -> int:
-        """Exact bytes of K and V in one block over the group's layers, under compute dtype `fp32`, `bf16` or `fp16`."""
-        key, value = (ITEM_BYTES[dtype if codec == "exact" else codec] for codec in (self.key_codec, self.value_codec))
-        return self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * (key + value)
+        """Exact bytes of K and V in one sealed block over the group's layers."""
+        return self.num_layers * self.num_kv_heads * (self.key_bytes(dtype) + self.value_bytes(dtype))
+
+    def opened(self) -> "CacheSpec":
+        """The same group with codecs for its open blocks."""
+        key, value = ("exact" if is_packed(codec) else codec for codec in (self.key_codec, self.value_codec))
+        return replace(self, key_codec=key, value_codec=value)

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -81,19 +82,28 @@ app.command()(bench)
 app.add_typer(experiment, name="experiment")
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-) -> None:
-    """A warning of Kvine's own is for the user, who has no use for a line of source; the rest as Python shows it."""
-    if issubclass(category, KvineWarning):
-        note(f"Note: {message}")
-    else:
-        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+def _warnings_shown() -> Callable[..., None]:
+    """A warning of Kvine's own is for the user, who has no use for a line of source; the rest as Python shows it.
+
+    Each is shown once. Python's own count begins again whenever a library changes what it shows of warnings.
+    """
+    shown: set[str] = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if not issubclass(category, KvineWarning):
+            sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+        elif str(message) not in shown:
+            shown.add(str(message))
+            note(f"Note: {message}")
+
+    return show
 
 
 def main() -> None:
     """Runs the command line; `start.main` calls it."""
-    warnings.showwarning = _show_warning
+    warnings.showwarning = _warnings_shown()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # the caller has closed it
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115, PTH123  # for good

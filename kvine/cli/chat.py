@@ -33,12 +33,18 @@ def chat(
     cache: CacheOptions,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the chat has ended.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of tokens and times after each turn.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No line about the model, nor one after each turn.")
+    ] = False,
 ) -> None:
     """Talk with a model. Lines piped in are taken as turns, one each."""
     params = sampling.params()
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
+    if not quiet:
+        from kvine.cli.report import show_ready
+
+        show_ready(llm, ready_s)
     session = Session(Conversation(llm, params, system), streams=not json, quiet=quiet)
     session.run()
     if json:
@@ -74,7 +80,7 @@ class Session:
         """
         if self._interactive:
             _edit_lines()
-            note(f"{self.conversation.llm.source.name}. /help lists the commands.")
+            note("/help lists the commands.")
         while (line := self._read("› ")) is not None and line.strip() != "/quit":
             try:
                 self._take(line)
@@ -85,17 +91,14 @@ class Session:
 
     def as_json(self, ready_s: float) -> dict[str, Any]:
         """Every answer in the order given, and the conversation as it stands after edits."""
-        from kvine.cli.report import dtype_name, generation_json
+        from kvine.cli.report import generation_json, model_json
 
         llm = self.conversation.llm
         turns = [
-            {"turn": turn.number, "edited": turn.edited, "user": turn.user}
-            | {k: v for k, v in generation_json(llm, turn.answer, ready_s).items() if k not in ("model", "dtype")}
+            {"turn": turn.number, "edited": turn.edited, "user": turn.user} | generation_json(llm, turn.answer, ready_s)
             for turn in self.answered
         ]
-        return {
-            "model": llm.source.name,
-            "dtype": dtype_name(llm),
+        return model_json(llm) | {
             "turns": turns,
             "messages": self.conversation.messages(),
             "kv_bytes_held": llm.engine.manager.bytes_referenced,

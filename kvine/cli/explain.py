@@ -69,6 +69,8 @@ def explain(
     if toy:
         if prompt is not None or layer is not None or head is not None or chat:
             raise RequestError("--toy has four vectors of its own: leave out the prompt, --chat, --layer and --head.")
+        model.check()
+        cache.configs()
         from kvine.toy import attend
 
         result = attend(**given)  # type: ignore[arg-type]  # each has its option's type

@@ -42,7 +42,7 @@ def generate(
     llm.trace(calls.append if trace else None)
     running = llm.stream(ids, params, use_cache=not no_cache)
     if json:
-        outcome = report.generation_json(llm, running.result, ready_s)
+        outcome = report.model_json(llm) | report.generation_json(llm, running.result, ready_s)
         write_json(outcome | {"trace": report.trace_json(calls)} if trace else outcome)
         return
     for piece in running:

@@ -15,6 +15,7 @@ def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
     Raises:
         ConfigError, FetchError, ModelLoadError: with a sentence that says what to do.
     """
+    model.check()
     cache_config, engine_config = cache.configs()
     from kvine.cli.progress import FetchProgress
     from kvine.hub import resolve

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvine.config import CacheConfig, EngineConfig
+from kvine.config import CacheConfig, EngineConfig, check_device, check_dtype
 from kvine.errors import RequestError
 from kvine.sampling.params import SamplingParams
 
@@ -85,6 +85,17 @@ class ModelOptions:
     dtype: Annotated[str, _model("auto, fp32, bf16 or fp16.")] = "auto"
     weights: Annotated[str, _model(WEIGHTS_HELP)] = "auto"
     threads: Annotated[int | None, _model("CPU threads; by default OMP_NUM_THREADS, or all usable cores.")] = None
+
+    def check(self) -> None:
+        """Says what is wrong without loading torch, also where no model is loaded. Raises ConfigError."""
+        from kvine.engine.resources import checked_threads
+        from kvine.models.packing import check_weights
+
+        check_device(self.device)
+        check_dtype(self.dtype)
+        check_weights(self.weights)
+        if self.threads is not None:
+            checked_threads(self.threads)
 
 
 @dataclass(frozen=True)

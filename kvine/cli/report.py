@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from kvine.text.tokenizer import Tokenizer
 
 
-def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[str, Any]:
-    """The outcome of one request; `ready_s` is in seconds since the process started."""
+def model_json(llm: "LLM") -> dict[str, Any]:
+    """Which model has run, and how its weights are kept: `packings` counts packed ones by type."""
     from kvine.models.packing import count_packings
 
     return {
         "model": llm.source.name,
         "dtype": dtype_name(llm),
+        "dtype_reason": llm.model.dtype_reason,
         "packings": count_packings(llm.model.packings),
+        "weight_bytes": llm.model.weight_bytes,
+    }
+
+
+def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[str, Any]:
+    """The outcome of one request, without the model's part; `ready_s` is in seconds since the process started."""
+    return {
         "text": result.text,
         "prompt_ids": result.prompt_ids,
         "token_ids": result.token_ids,
@@ -79,19 +87,24 @@ def dtype_name(llm: "LLM") -> str:
 
 def show_summary(llm: "LLM", result: "Generation", ready_s: float) -> None:
     """Two dim lines: what ran, and what it took. A full context is explained."""
-    note(f"{llm.source.name}: {llm.model.dtype_reason} · ready in {ready_s:.2f} s")
+    show_ready(llm, ready_s)
     note(outcome_line(result))
     show_full_context(result)
 
 
+def show_ready(llm: "LLM", ready_s: float) -> None:
+    """A dim line: which model runs, in what, and how long it took until it could."""
+    note(f"{llm.source.name}: {llm.model.dtype_reason} · ready in {ready_s:.2f} s")
+
+
 def outcome_line(result: "Generation") -> str:
-    """Tokens, times and why the text ended."""
+    """Tokens, times and why the text ended. The time of a token is that of those after the first, where there are."""
     usage, timings = result.usage, result.timings
     computed = usage.prompt_tokens - usage.cached_tokens
+    per_token = f", {timings.decode_ms:.1f} ms/token" if usage.completion_tokens > 1 else ""
     return (
-        f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} reused, {computed} computed in "
-        f"{timings.prefill_s:.2f} s · answer: {usage.completion_tokens} tokens, {timings.decode_ms:.1f} ms/token · "
-        f"{result.finish_reason}"
+        f"prompt: {_tokens(usage.prompt_tokens)}, {usage.cached_tokens} reused, {computed} computed in "
+        f"{timings.prefill_s:.2f} s · answer: {_tokens(usage.completion_tokens)}{per_token} · {result.finish_reason}"
     )
 
 
@@ -139,3 +152,7 @@ def show_logprobs(tokenizer: "Tokenizer", samples: Sequence["Sample"]) -> None:
 
 def _decimal(logprob: float | None) -> str:
     return "-inf" if logprob is None else f"{logprob:.4f}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

@@ -26,9 +26,15 @@ def stderr_console() -> "Console":
 
 
 def note(text: str, *, style: str = "dim") -> None:
-    """One line on stderr, taken as it stands; wrapped between words at a terminal, and nowhere else."""
+    """One line on stderr, taken as it stands; wrapped between words at a terminal, and nowhere else.
+
+    It goes through `sys.stderr`, which a bar that is shown replaces to have it above itself.
+    """
     console = stderr_console()
-    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+    with console.capture() as captured:
+        console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+    sys.stderr.write(captured.get())
+    sys.stderr.flush()
 
 
 def show(renderable: "RenderableType") -> None:

@@ -37,6 +37,7 @@ def traps(
     The samples were recorded; no model is loaded. With --examine one is, and this engine is examined for faults: exit
     code 1 if there is one, with the kind it looks like.
     """
+    model.check()
     if examine:
         _examine(model, json)
         return

@@ -100,6 +100,7 @@ def verify(
     mates, preemption, forks, windows, ...) two by two; in fp32 and in the compute dtype. A difference counts as
     rounding only within a bound that is measured; docs/verify.md says how. Takes many minutes; --quick a few.
     """
+    model.check()
     if inject is not None:
         if texts != TextOptions():
             raise RequestError("--inject reads texts of its own: of the other options it takes the model's and --json.")

@@ -14,7 +14,9 @@ from kvine.attention.reference import ReferenceBackend
 from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.hashing import namespace_key
 from kvine.cache.manager import CacheManager
+from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
+from kvine.cache.shelf import SealedShelf, shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig, EngineConfig, parse_bytes
 from kvine.engine.engine import Engine, EngineParts
@@ -63,8 +65,10 @@ def standard_parts(
     manager = CacheManager(specs, budget, dtype=dtype, prefix_caching=cache.prefix_caching, capacities=capacities)
     native = kernels.chosen() if model.device.type == "cpu" else None
     pools = [
-        KVPool(spec, pool.capacity, model.dtype, model.device, native=native is not None)
-        for spec, pool in zip(specs, manager.pools, strict=True)
+        PackedPool(shelf.spec, pool.capacity, model.dtype, model.device)
+        if isinstance(shelf, SealedShelf)
+        else KVPool(shelf.stored, pool.capacity, model.dtype, model.device, native=native is not None)
+        for shelf, pool in zip(manager.shelves, manager.pools, strict=True)
     ]
     group_of = {layer: (g, i) for g, spec in enumerate(specs) for i, layer in enumerate(spec.layers)}
     ropes = {layer.rope: RotaryEmbedding(layer.rope, model.device, native=native) for layer in model.config.layers}
@@ -79,7 +83,7 @@ def standard_parts(
     return EngineParts(
         manager,
         Runner(model.decoder, attention, manager, model.device, FusedDecoder.bind(model.decoder, attention, native)),
-        Sampler(min(vocab_size, model.config.vocab_size)),
+        Sampler(min(vocab_size, model.config.vocab_size), str(model.path)),
         frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
         model.config.vocab_size,
         None if endless else model.config.max_context,
@@ -139,9 +143,10 @@ def _memory(
     specs: Sequence[CacheSpec], dtype: str, cache: CacheConfig, model: LoadedModel
 ) -> tuple[int, list[int] | None]:
     """Budget in bytes, and on devices where memory is taken at once the fixed number of blocks of each group."""
-    sizes = [spec.bytes_per_block(dtype) for spec in specs]
+    shelves = shelves_of(specs)
+    sizes = [shelf.bytes_per_block(dtype) for shelf in shelves]
     context = model.config.max_context
-    whole = [spec.max_live_blocks(context, context) * size for spec, size in zip(specs, sizes, strict=True)]
+    whole = [shelf.max_live_blocks(context, context) * size for shelf, size in zip(shelves, sizes, strict=True)]
     if cache.kv_memory is not None:
         budget = parse_bytes(cache.kv_memory)
     else:

@@ -77,6 +77,6 @@ class DenseRunner:
 def cache_free_engine(parts: EngineParts, runner: DenseRunner) -> Engine:
     """An engine like the one `parts` make, but without a cache."""
     manager = ForgetfulManager(
-        parts.manager.specs, budget=0, prefix_caching=False, capacities=[0] * len(parts.manager.specs)
+        parts.manager.specs, budget=0, prefix_caching=False, capacities=[0] * len(parts.manager.shelves)
     )
     return Engine(replace(parts, manager=manager, runner=runner), EngineConfig(max_step_tokens=NO_LIMIT, max_running=1))

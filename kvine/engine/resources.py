@@ -2,10 +2,11 @@
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from kvine.errors import ConfigError
+from kvine.errors import ConfigError, KvineWarning
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -16,11 +17,19 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def default_threads() -> int:
-    """Threads to compute with: `OMP_NUM_THREADS` where the user has set it, else one for each usable core."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    """Threads to compute with: `OMP_NUM_THREADS` where the user has set it, else one for each usable core.
+
+    The variable is for all programs and may have been set with another machine in mind: a number that cannot be here
+    is no error, as it is of `checked_threads`, but a KvineWarning says which one is taken.
+    """
+    asked, cores = os.environ.get("OMP_NUM_THREADS", ""), usable_cores()
+    if not asked:
+        return cores
     if asked.isdecimal() and 0 < int(asked) <= most_threads():
         return int(asked)
-    return usable_cores()
+    said = f"OMP_NUM_THREADS is {asked!r}, and this process may use {_count(most_threads(), 'core')}"
+    warnings.warn(f"{said}: computing with {_count(cores, 'thread')}.", KvineWarning, stacklevel=2)
+    return cores
 
 
 def most_threads(cgroup: Path = CGROUP) -> int:
@@ -42,8 +51,8 @@ def checked_threads(asked: int | None) -> int:
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= most_threads():
         cores = most_threads()
         raise ConfigError(
-            f"threads is {asked!r}, and this process may use {cores} core{'s' if cores > 1 else ''}: give a whole "
-            f"number from 1 to {cores}."
+            f"threads is {asked!r}, and this process may use {_count(cores, 'core')}: give a whole number from 1 to "
+            f"{cores}."
         )
     return asked
 
@@ -65,6 +74,10 @@ def _cores(cgroup: Path, whole: Callable[[float], int]) -> int:
     if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
         cores = min(cores, whole(int(quota[0]) / int(quota[1])))
     return max(1, cores)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _read(path: Path) -> str:

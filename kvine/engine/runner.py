@@ -11,6 +11,7 @@ from torch import Tensor
 from kvine.attention.base import Batch, GroupBatch
 from kvine.attention.cached import CachedAttention
 from kvine.cache.manager import CacheManager
+from kvine.cache.pool import KVPool
 from kvine.engine.fused import FusedDecoder
 from kvine.engine.scheduler import Scheduled
 from kvine.models.decoder import Attend, Observer
@@ -76,12 +77,14 @@ class Runner:
     def make_copies(self) -> None:
         """Makes the copies that copy on write has asked for since the last call."""
         for copy in self.manager.take_copies():
-            self.attention.pools[copy.group].copy([copy])
+            pool = self.attention.pools[copy.shelf]
+            assert isinstance(pool, KVPool), "a packed block is never written to"
+            pool.copy([copy])
 
     def give_back(self) -> None:
         """Returns the memory of blocks that hold nothing to the system."""
-        for group, pool in enumerate(self.attention.pools):
-            pool.give_back(self.manager.take_freed(group))
+        for shelf, pool in enumerate(self.attention.pools):
+            pool.give_back(self.manager.take_freed(shelf))
 
     def batch(self, step: Sequence[Scheduled], *, all_logits: bool = False) -> Batch:
         """The ragged batch of a step."""
@@ -101,11 +104,13 @@ class Runner:
             elif item.samples:
                 wanted.append(len(ids) - 1)
         groups = tuple(
-            self._group(group, step, np.array(positions), starts) for group in range(len(self.attention.pools))
+            self._group(group, step, np.array(positions), starts) for group in range(len(self.attention.backends))
         )
         return Batch(self._tensor(ids), self._tensor(positions), starts, lengths, groups, self._tensor(wanted))
 
     def _group(self, group: int, step: Sequence[Scheduled], positions: np.ndarray, starts: list[int]) -> GroupBatch:
+        if (shelf := self.attention.open_shelf.get(group)) is not None:
+            return GroupBatch(self._tables(step, group), self._tensor([]), self._tables(step, shelf))
         size = self.manager.block_size
         tables = []
         slots = np.empty_like(positions)
@@ -119,6 +124,14 @@ class Runner:
             slots[rows] = written[at // size - first] * size + at % size
             tables.append(table)
         return GroupBatch(tables, self._tensor(slots))
+
+    @staticmethod
+    def _tables(step: Sequence[Scheduled], shelf: int) -> list[list[int]]:
+        tables = []
+        for item in step:
+            assert item.request.sequence is not None
+            tables.append(item.request.sequence.tables[shelf])
+        return tables
 
     def _tensor(self, values: Sequence[int] | np.ndarray) -> Tensor:
         return torch.as_tensor(values, dtype=torch.long).to(self.device)

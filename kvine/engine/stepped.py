@@ -110,16 +110,17 @@ class SteppedCache:
         `length` counts the positions that `positions(number)` lists: all, or what a window has left.
         """
         group, index, _ = self._place(number)
-        live = [block for block in self._held.tables[group] if block != MISSING]
-        k, v = self._runner.attention.pools[group].read(index, live, len(live) * self._manager.block_size)
+        k, v = self._runner.attention.read(group, index, self._held.tables)
         count = len(self.positions(number))
         return k[:, :, :count], v[:, :, :count]
 
     def positions(self, number: int) -> list[int]:
         """The positions whose K and V one layer still holds, ascending."""
         group, _, size = self._place(number)
-        table = self._held.tables[group]
-        return [p for p in range(len(self)) if table[p // size] != MISSING]
+        tables = [self._held.tables[group]]
+        if (shelf := self._runner.attention.open_shelf.get(group)) is not None:
+            tables.append(self._held.tables[shelf])
+        return [p for p in range(len(self)) if any(table[p // size] != MISSING for table in tables)]
 
     def crop(self, num_tokens: int) -> int:
         """Forgets all but the first num_tokens tokens; returns how many are left, fewer where a window lost some.

@@ -11,13 +11,14 @@ from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
-from kvine.errors import ContextLengthError, RequestError, StepError
+from kvine.errors import ContextLengthError, RequestError
 from kvine.explain.account import keys_seen, read, work
 from kvine.explain.explanation import Candidate, DecodeStep, Explanation, LayerGroup, Token, check_view
 from kvine.explain.observe import StepObserver, attention_weights
 from kvine.hub import ModelSource
 from kvine.models.load import LoadedModel
 from kvine.models.packing import count_packings
+from kvine.sampling.sampler import no_numbers
 from kvine.text.tokenizer import Tokenizer
 
 
@@ -157,7 +158,7 @@ def _candidates(subject: Subject, logits: Tensor, top: int) -> tuple[Candidate, 
     """The most likely ids, the lowest first among equals; what cannot come at all is left out."""
     known = logits[: min(subject.tokenizer.vocab_size, len(logits))].double()
     if not bool(known.max().isfinite()):
-        raise StepError(f"The model's logits have no finite maximum, but {float(known.max())}.")
+        raise no_numbers(float(known.max()), str(subject.source.path))
     order = torch.sort(known, descending=True, stable=True).indices[:top].tolist()
     probabilities = known.softmax(-1)
     texts = subject.tokenizer.pieces(order)

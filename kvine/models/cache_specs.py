@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvine.cache.layout import Part, unpackable
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig
+from kvine.errors import ConfigError
 
 
 class SeenLayer(Protocol):
@@ -30,7 +32,15 @@ def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, .
 
     A layer sees the smaller of its own window and the cache's. Sinks belong to the cache's window: a layer that the
     model itself limits as tightly was trained without them.
+
+    Raises:
+        ConfigError: if a packed codec cannot keep blocks of this model's shape.
     """
+    keys, values = cache.codecs
+    parts: tuple[tuple[Part, str], ...] = (("key", keys), ("value", values))
+    for part, codec in parts:
+        if why := unpackable(part, codec, cache.block_size, model.head_dim):
+            raise ConfigError(why)
     groups: dict[tuple[int | None, int], list[int]] = {}
     for number, layer in enumerate(model.layers):
         own, given = layer.window, cache.window
@@ -48,8 +58,8 @@ def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, .
             window=window,
             sink_tokens=sinks,
             sink_rule=cache.sink_rule,
-            key_codec=cache.kv_dtype,
-            value_codec=cache.kv_dtype,
+            key_codec=keys,
+            value_codec=values,
         )
         for (window, sinks), layers in groups.items()
     )

@@ -38,7 +38,7 @@ _READERS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run.
+    """A model ready to run, read from `path`, a GGUF file or a safetensors folder.
 
     `dtype` is what activations are in, and weights but for norms (fp32) and packed ones; `dtype_reason` why, and what
     became of weights that the checkpoint has packed, in a sentence.
@@ -52,6 +52,7 @@ class LoadedModel:
     without reading the weights. It includes which weights are packed to what, but not the compute dtype.
     """
 
+    path: Path
     config: ModelConfig
     decoder: Decoder
     dtype: torch.dtype
@@ -142,6 +143,7 @@ def load_model(
         loaded = dict(zip(checkpoint.names, pool.map(read, checkpoint.names), strict=True))
     mapped = [role for role in loaded if role not in packings and _is_mapped(checkpoint, role, compute, place)]
     return LoadedModel(
+        path=source.path,
         config=checkpoint.config,
         decoder=build_decoder(checkpoint.config, loaded, compute, place),
         dtype=compute,

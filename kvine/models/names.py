@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
-from kvine.cache.spec import ITEM_BYTES
+from kvine.cache.layout import ITEM_BYTES
 from kvine.errors import ModelLoadError
 from kvine.models.config import ModelConfig
 from kvine.models.packing import packed_bytes

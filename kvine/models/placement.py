@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kvine.config import check_device, check_dtype
 from kvine.errors import ConfigError
 from kvine.models.dtypes import automatic_dtype
 from kvine.models.matmul import choose_torch_matmul, through_fp32
@@ -18,6 +19,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {  # as both checkpoint formats name 
 
 def choose_device(name: str) -> torch.device:
     """`auto` is cuda where there is one, otherwise cpu; mps only by name. Raises ConfigError for what is not there."""
+    check_device(name)
     available = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),
@@ -25,8 +27,6 @@ def choose_device(name: str) -> torch.device:
     }
     if name == "auto":
         return torch.device("cuda" if available["cuda"] else "cpu")
-    if name not in available:
-        raise ConfigError(f"Device {name!r} is unknown. Choose one of auto, {', '.join(available)}.")
     if not available[name]:
         usable = ", ".join(device for device, is_there in available.items() if is_there)
         raise ConfigError(f"Device {name!r} is not available to torch here. Choose one of auto, {usable}.")
@@ -39,8 +39,7 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
     `auto` is what `automatic_dtype` says: bf16 on CPUs without bf16 instructions too, where one row takes half of
     fp32's time and many rows go through fp32. Raises ConfigError for an unknown name or a dtype that the device lacks.
     """
-    if name != "auto" and name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
+    check_dtype(name)
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if name != "auto":
         if name == "bf16" and not has_bf16:

@@ -17,6 +17,8 @@ from kvine.sampling import processors
 from kvine.sampling.noise import uniform
 from kvine.sampling.params import SamplingParams
 
+PART = 16_384  # logits; torch splits work from 32,768 elements on
+
 
 @dataclass(frozen=True)
 class SampleRow:
@@ -69,10 +71,15 @@ class Sampler:
     10. one keyed uniform number (`noise.uniform`) is looked up in the cumulative float64 probabilities, by rising id.
 
     Log-probabilities are of the model's own distribution: after step 1, before all others.
+
+    Args:
+        vocab_size: ids from this one on are never sampled.
+        model: its file or folder, for the errors of logits that are no numbers.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, model: str = "the model") -> None:
         self.vocab_size = vocab_size
+        self.model = model
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample | KvineError]:
         """Choose a token for each row.
@@ -94,7 +101,7 @@ class Sampler:
         outcomes: list[Sample | KvineError] = []
         for index, (row, (best, peak)) in enumerate(zip(rows, _peaks(logits), strict=True)):
             if not math.isfinite(peak):
-                outcomes.append(StepError(f"The model's logits of row {index} have no finite maximum, but {peak}."))
+                outcomes.append(no_numbers(peak, self.model))
             else:
                 outcomes.append(self._sample_row(logits[index], row, best))
         return outcomes
@@ -113,6 +120,14 @@ class Sampler:
             return Sample(token_id)
         logprob, top_logprobs = _logprobs(logits, token_id, params.logprobs)
         return Sample(token_id, logprob, top_logprobs)
+
+
+def no_numbers(peak: float, model: str) -> StepError:
+    """The error of logits whose maximum is `peak`, which is not finite; `model` is the file or folder they are of."""
+    return StepError(
+        f"The logits of {model} have no finite maximum, but {peak}: its weights are damaged, or too large for this "
+        "dtype. Fetch or convert it again, or compute in fp32."
+    )
 
 
 def _peaks(logits: Tensor) -> list[tuple[int, float]]:
@@ -166,8 +181,20 @@ def _drawn(logits: Tensor, row: SampleRow) -> int:
 
 def _logprobs(logits: Tensor, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Log-probability of the token and of the `count` most likely ones, from the model's own `logits` [V]."""
-    logits = logits.double()
-    logprobs = logits - logits.logsumexp(dim=0)
+    total = _log_sum_exp(logits)
     ids = processors.most_likely(logits, count)
-    top = sorted(zip(ids.tolist(), logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return float(logprobs[token_id]), tuple(top)
+    pairs = zip(ids.tolist(), logits[ids].tolist(), strict=True)
+    top = sorted(((i, logit - total) for i, logit in pairs), key=lambda pair: (-pair[1], pair[0]))
+    return float(logits[token_id]) - total, tuple(top)
+
+
+def _log_sum_exp(logits: Tensor) -> float:
+    """Natural logarithm of the sum of `exp(logits)` [V], whose maximum is finite; on any number of threads the same.
+
+    torch's own splits the sum among its threads, and so its last bits depend on how many there are. Here torch computes
+    the powers, in parts that are too short to be split and stay in the CPU's cache, and numpy adds them up.
+    """
+    logits = logits.cpu()
+    peak = float(logits.max())
+    parts = (logits[start : start + PART] for start in range(0, len(logits), PART))
+    return peak + math.log(math.fsum(part.double().sub_(peak).exp_().numpy().sum() for part in parts))

@@ -1,17 +1,18 @@
 import signal
 
 import pytest
-from tiny_model import chat_tokens, kv_bytes
+from tiny_model import WEIGHT_BYTES, chat_tokens, kv_bytes
 
 from kvine.cli import chat as chat_module
 
 
-def test_answers_go_to_stdout_and_reuse_to_stderr(chat):
+def test_answers_go_to_stdout_and_reuse_to_stderr(chat, tiny):
     spoken = chat("Hello", "Again", options=("--json",)).json["turns"]
     ended = chat("Hello", "Again")
     assert ended.code == 0
     assert ended.out == "".join(turn["text"] + "\n" for turn in spoken)
-    first, second = ended.err.splitlines()
+    ready, first, second = ended.err.splitlines()
+    assert ready.startswith(f"{tiny}: fp32 for weights stored as F32 · ready in ")
     usage = spoken[1]["usage"]
     computed = usage["prompt_tokens"] - usage["cached_tokens"]
     assert first.startswith(f"turn 1 · prompt: {chat_tokens('Hello')} tokens, 0 reused")
@@ -19,6 +20,14 @@ def test_answers_go_to_stdout_and_reuse_to_stderr(chat):
         f"turn 2 · prompt: {usage['prompt_tokens']} tokens, {usage['cached_tokens']} reused, {computed} computed"
     )
     assert chat("Hello", options=("--quiet",)).err == ""
+
+
+def test_json_says_once_what_has_run(chat):
+    ended = chat("Hello", "Again", options=("--json",)).json
+    assert list(ended)[:5] == ["model", "dtype", "dtype_reason", "packings", "weight_bytes"]
+    assert (ended["dtype"], ended["dtype_reason"]) == ("fp32", "fp32 for weights stored as F32")
+    assert (ended["packings"], ended["weight_bytes"]) == ({}, WEIGHT_BYTES)
+    assert all(not turn.keys() & set(list(ended)[:5]) for turn in ended["turns"])
 
 
 def test_a_turn_computes_only_what_is_new(chat):
@@ -130,9 +139,9 @@ def test_ctrl_c_stops_one_answer_only(chat, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     ended = chat("Hello", "Again", "/stats", options=("--max-tokens", 12))
     assert ended.code == 0
-    assert "abort" in ended.err.splitlines()[0]
-    assert "answer: 2 tokens" in ended.err.splitlines()[0]
-    assert "answer: 12 tokens" in ended.err.splitlines()[1]
+    assert "abort" in ended.err.splitlines()[1]
+    assert "answer: 2 tokens" in ended.err.splitlines()[1]
+    assert "answer: 12 tokens" in ended.err.splitlines()[2]
     assert "held by running answers: 0 bytes" in ended.err
     assert signal.getsignal(signal.SIGINT) is before
 

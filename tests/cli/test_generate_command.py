@@ -1,7 +1,11 @@
 import json
 
+import numpy as np
 import pytest
-from tiny_model import CONTEXT, VOCABULARY, chat_tokens, kv_bytes
+from tiny_model import CONTEXT, VOCABULARY, WEIGHT_BYTES, chat_tokens, kv_bytes
+
+from kvine import hub
+from kvine.formats.gguf import GGUFFile
 
 PROMPT = "The cache"  # 9 characters, 9 tokens
 TEN = ("--max-tokens", 10, "--ignore-eos")
@@ -20,6 +24,13 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(generate, tiny):
     assert generate(PROMPT, *TEN, "--quiet").err == ""
 
 
+def test_the_time_of_a_token_is_shown_where_there_is_one_after_the_first(generate):
+    assert "answer: 2 tokens, " in (shown := generate(PROMPT, "--max-tokens", 2, "--ignore-eos").err)
+    assert shown.count(" ms/token · length") == 1
+    assert "answer: 1 token · length" in generate(PROMPT, "--max-tokens", 1, "--ignore-eos").err
+    assert "answer: 0 tokens · length" in generate(PROMPT, "--max-tokens", 0).err
+
+
 def test_json_is_one_object(generate):
     ended = generate(PROMPT, *TEN, "--json", "--trace")
     outcome = ended.json
@@ -27,7 +38,9 @@ def test_json_is_one_object(generate):
         *(
             "model",
             "dtype",
+            "dtype_reason",
             "packings",
+            "weight_bytes",
             "text",
             "prompt_ids",
             "token_ids",
@@ -41,6 +54,8 @@ def test_json_is_one_object(generate):
     assert outcome["text"] + "\n" == generate(PROMPT, *TEN).out
     assert len(outcome["prompt_ids"]) == 9 and len(outcome["token_ids"]) == 10
     assert (outcome["dtype"], outcome["finish_reason"], outcome["detail"]) == ("fp32", "length", None)
+    assert (outcome["dtype_reason"], outcome["packings"]) == ("fp32 for weights stored as F32", {})
+    assert outcome["weight_bytes"] == WEIGHT_BYTES
     assert outcome["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 10}
     assert set(outcome["timings"]) == {"ready_s", "prefill_s", "decode_ms"}
     assert all(value > 0 for value in outcome["timings"].values())
@@ -235,3 +250,19 @@ def test_max_tokens_0_generates_nothing(generate):
     outcome = generate(PROMPT, "--max-tokens", 0, "--json", "--trace").json
     assert (outcome["text"], outcome["token_ids"], outcome["trace"]) == ("", [], [])
     assert json.loads(json.dumps(outcome["timings"])) == outcome["timings"]
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_a_file_of_random_weights_is_named_where_they_give_no_numbers(kvine, tmp_path, command):
+    """Its header is the real model's, so that it loads."""
+    source = hub.resolve(hub.DEFAULT_MODEL)
+    damaged = tmp_path / "damaged.gguf"
+    content = bytearray(source.path.read_bytes())
+    start = min(info.offset for info in GGUFFile(source.path).tensors.values())
+    content[start:] = np.random.default_rng(0).bytes(len(content) - start)
+    damaged.write_bytes(content)
+    ended = kvine(command, "-m", damaged, "--threads", 1, "Hello")
+    assert (ended.code, ended.out.strip()) == (2, "")
+    assert ended.err.startswith(
+        f"Error: The logits of {damaged} have no finite maximum, but nan: its weights are damaged"
+    )

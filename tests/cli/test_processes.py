@@ -89,6 +89,13 @@ def test_the_real_model_keeps_its_prefix_between_turns_and_edits():
     assert "reused" in ended.stderr
 
 
+def test_more_threads_than_cores_by_the_environment_are_told_of_once(tiny: Path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "99999")
+    ended = run("verify", "-m", str(tiny), "--only", "paths", "--prompt", "The cache", "--new-tokens", "2")
+    said = "Note: OMP_NUM_THREADS is '99999', and this process may use "
+    assert ended.returncode == 0 and ended.stderr.startswith(said) and ended.stderr.count("OMP_NUM_THREADS") == 1
+
+
 def test_ctrl_c_ends_a_generation_with_130(tiny: Path):
     with started("generate", "-m", str(tiny), *ENDLESS, "The cache") as process:
         assert process.stdout is not None and process.stdout.read(1)
@@ -102,7 +109,8 @@ def test_ctrl_c_at_the_prompt_of_a_chat_ends_it_with_130(tiny: Path):
     keyboard, terminal = pty.openpty()
     with started("chat", "-m", str(tiny), "--threads", "1", stdin=terminal) as process:
         os.close(terminal)
-        assert process.stderr is not None and b"/help" in process.stderr.readline()
+        assert process.stderr is not None and b"ready in" in process.stderr.readline()
+        assert process.stderr.readline().startswith(b"/help lists")
         os.write(keyboard, b"Hello\n")
         assert process.stderr.readline().startswith(b"turn 1")
         time.sleep(0.2)  # it is at the prompt, or about to be

@@ -15,6 +15,8 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+_OF_A_LAYER = 2 * (HEADS + KV_HEADS) * HEAD_DIM * HIDDEN + 3 * 48 * HIDDEN + 2 * HIDDEN
+WEIGHT_BYTES = 4 * (len(VOCABULARY) * HIDDEN + LAYERS * _OF_A_LAYER + HIDDEN)  # the head is the embedding
 
 
 def kv_bytes(num_tokens: int, block_size: int = 32) -> int:

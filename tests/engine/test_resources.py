@@ -1,13 +1,14 @@
 """G03: threads by what the process may use, not by what the host has."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 
 from kvine.engine import resources
 from kvine.engine.resources import checked_threads, default_threads, free_memory, most_threads, usable_cores
-from kvine.errors import ConfigError
+from kvine.errors import ConfigError, KvineWarning
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,17 @@ def test_threads_beyond_the_cores_are_refused(tmp_path: Path, monkeypatch: pytes
     for number in (0, 3, 16, True, "2", 1.5):
         with pytest.raises(ConfigError, match=r"this process may use 2 cores: give a whole number from 1 to 2\."):
             checked_threads(number)  # type: ignore[arg-type]
-    for asked, threads in (("1", 1), ("2", 2), ("16", 2), ("0", 2), ("many", 2)):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for asked, threads in (("1", 1), ("2", 2), ("", 2)):
+            monkeypatch.setenv("OMP_NUM_THREADS", asked)
+            assert default_threads() == checked_threads(None) == threads
+    for asked in ("16", "0", "many", "2,1"):
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-        assert default_threads() == checked_threads(None) == threads
+        said = f"OMP_NUM_THREADS is '{asked}', and this process may use 2 cores: computing with 2 threads."
+        for threads in (default_threads, lambda: checked_threads(None)):
+            with pytest.warns(KvineWarning, match=f"^{said}$"):
+                assert threads() == 2
 
 
 def test_free_memory_is_at_most_what_the_cgroup_leaves(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvine.evidence.bench.players import Peer
 from kvine.evidence.bench.rounds import Player, Rounds
 from kvine.evidence.bench.settings import Prompts, Settings
 from kvine.evidence.bench.tasks import Key, tasks_of
+from kvine.evidence.progress import Progress, silent
 
 PATIENCE = 20.0
 SERVING = """
@@ -157,13 +159,15 @@ PROMPTS = Prompts([5, 6], [5, 6, 7, 8], 50, was_cut=False)
 SETTINGS = Settings(what=("ready", "decode", "batch"), repeats=2, tokens=4, batches=(3,), patience=PATIENCE)
 
 
-def play(peer: Peer, settings: Settings = SETTINGS) -> tuple[list[Player], Rounds, list[str]]:
+def play(
+    peer: Peer, settings: Settings = SETTINGS, progress: Progress = silent
+) -> tuple[list[Player], Rounds, list[str]]:
     told: list[str] = []
     load = {"model": "m", "threads": 1}
     players = [Player(peer.name, peer, load), Player("other", Peer("vllm", peer.python), load)]
     if peer.python is None:
         players.pop()
-    rounds = Rounds(players, settings, PROMPTS, lambda *progress: None, told.append)
+    rounds = Rounds(players, settings, PROMPTS, progress, told.append)
     rounds.run(tuple(tasks_of(settings, PROMPTS)))
     return players, rounds, told
 
@@ -176,6 +180,18 @@ def test_engines_take_turns_and_figures_are_in_the_units_of_the_report(fake) -> 
         assert player.figures[Key("decode", 4, 1)] == [250.0, 250.0]
         assert player.figures[Key("batch", 2, 3)] == [3 * 4 / 2.0] * 2
         assert player.token_ids == list(range(16)) and player.facts["version"] == "1"
+
+
+def test_measurements_are_counted_and_what_loads_before_them_is_not(fake) -> None:
+    calls: list[tuple[str, int, int]] = []
+    play(Peer("transformers", fake()), progress=lambda *call: calls.append(call))
+    loads, measurements = calls[:4], calls[4:]  # twice for two engines; decode at two contexts and a batch likewise
+    assert all("start" in what and (done, total) == (0, 12) for what, done, total in loads)
+    assert [(done, total) for _, done, total in measurements] == [(done, 12) for done in range(12)]
+    calls.clear()
+    alone = replace(SETTINGS, what=("ready",))  # nothing else is to come
+    play(Peer("transformers", fake()), alone, progress=lambda *call: calls.append(call))
+    assert [(done, total) for _, done, total in calls] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_what_an_engine_cannot_do_is_left_out_and_said_once(fake) -> None:

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tiny_models import write_checkpoint, write_tokenizer
 
 from kvine.errors import ConfigError, ContextLengthError, KvineError
 from kvine.evidence.bench.machine import Machine
-from kvine.evidence.bench.picture import draw_bench
+from kvine.evidence.bench.picture import _draw_times, draw_bench
 from kvine.evidence.bench.players import Peer
 from kvine.evidence.bench.report import Bench
 from kvine.evidence.bench.run import run_bench
@@ -92,6 +93,19 @@ def test_the_cache_is_compared_with_doing_without(outcome: Bench) -> None:
 def test_it_is_drawn(outcome: Bench, tmp_path: Path) -> None:
     draw_bench(outcome, tmp_path / "bench.svg")
     assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_times_are_points_with_lines_from_their_floors(outcome: Bench) -> None:
+    """A bar on a logarithmic axis would be as long as the axis happens to have it."""
+    panel = Figure().subplots()
+    rows = [row for row in outcome.rows if row.what in ("ready", "prefill", "decode", "prefix_hit")]
+    _draw_times(panel, rows, {"kvine": "tab:blue", "transformers": "tab:orange"})
+    assert not panel.patches and panel.get_xscale() == "log"
+    drawn = [(line.get_marker(), [float(x) for x in line.get_xdata()]) for line in panel.get_lines()]
+    to_ms = [1e3 if row.unit == "s" else 1.0 for row in rows]
+    assert [x for marker, x in drawn if marker == "o"] == [[r.value * ms] for r, ms in zip(rows, to_ms, strict=True)]
+    for row, ms in zip(rows, to_ms, strict=True):
+        assert row.floor is None or ("None", [row.floor * ms, row.value * ms]) in drawn
 
 
 @pytest.mark.parametrize("kept", [("decode",), ("batch",)])

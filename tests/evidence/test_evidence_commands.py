@@ -189,7 +189,7 @@ def test_a_users_mistake_ends_with_2(folder: Path) -> None:
     ):
         result = run(*arguments)
         assert result.exit_code == 2, result.output
-        assert "Error:" in result.stderr
+        assert result.stderr.startswith("Error: ")
 
 
 def test_experiment_cache_reports_rows_and_speedup(folder: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_text_that_does_not_fit_is_refused_before_it_is_read(llm: LLM) -> None
 
 def test_logits_that_are_no_numbers_are_reported(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.model.decoder, "logits", lambda hidden: torch.full((len(hidden), 131), torch.nan))
-    with pytest.raises(StepError, match="nan"):
+    with pytest.raises(StepError, match=f"The logits of {llm.source.path} have no finite maximum, but nan"):
         llm.explain(PROMPT)
 
 

@@ -127,6 +127,7 @@ def _compare(
     plot: Path | None,
     json: bool,
 ) -> None:
+    model.check()
     check_plot_file(plot)
     from kvine.cli.evidence_progress import EvidenceProgress
     from kvine.cli.progress import FetchProgress

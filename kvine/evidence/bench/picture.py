@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
-BAR = 0.8  # of the room that a group of bars has
+GROUP = 0.7  # of the room between two groups
 NAMES = {"ready": "ready", "prefill": "prefill", "decode": "a token", "prefix_hit": "prefix hit"}
 
 
 def draw_bench(outcome: Bench, path: Path) -> None:
-    """Times as bars and token rates over the batch, a colour for each engine; black and dotted are the floors."""
+    """Times as points and token rates over the batch, a colour for each engine; black and dotted are the floors."""
     colours = dict(zip((entrant.name for entrant in outcome.entrants), COLOURS, strict=False))
     machine = outcome.machine
     threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
@@ -37,17 +37,26 @@ def draw_bench(outcome: Bench, path: Path) -> None:
 
 
 def _draw_times(panel: "Axes", rows: Sequence[Row], colours: dict[str, str]) -> None:
+    """Points, for a bar would begin nowhere: a logarithmic axis has no 0. The line from floor to point is their ratio.
+
+    A thick line goes from the least to the most of the repeats.
+    """
     groups = list(dict.fromkeys((row.what, row.context) for row in rows))
-    height = BAR / len(colours)
+    height = GROUP / len(colours)
     for row in rows:
-        to_ms = 1e3 if row.unit == "s" else 1.0
-        place = groups.index((row.what, row.context)) + height * (list(colours).index(row.engine) + 0.5) - BAR / 2
-        panel.barh(place, row.value * to_ms, height, color=colours[row.engine])
-        panel.plot([row.low * to_ms, row.high * to_ms], [place, place], color="gray", linewidth=1)
+        to_ms, colour = 1e3 if row.unit == "s" else 1.0, colours[row.engine]
+        place = groups.index((row.what, row.context)) + height * (list(colours).index(row.engine) + 0.5) - GROUP / 2
         if row.floor is not None:
-            panel.plot([row.floor * to_ms] * 2, [place - height / 2, place + height / 2], color="black", linewidth=2)
+            ends = [row.floor * to_ms, row.value * to_ms]
+            panel.plot(ends, [place, place], color=colour, linewidth=1)
+            panel.plot(ends[:1], [place], "|", color="black", markersize=7, markeredgewidth=2)
+        panel.plot([row.low * to_ms, row.high * to_ms], [place, place], color=colour, linewidth=4, alpha=0.4)
+        panel.plot([row.value * to_ms], [place], "o", color=colour, markersize=5)
+    for between in range(1, len(groups)):
+        panel.axhline(between - 0.5, color="black", alpha=0.15, linewidth=0.8)
     panel.set_yticks(range(len(groups)), [f"{NAMES[what]}\n{_tokens(context)}" for what, context in groups])
-    panel.set(xscale="log", xlabel="ms, logarithmic")
+    panel.grid(visible=False, axis="y")
+    panel.set(xscale="log", xlabel="ms, logarithmic; the black line is the floor")
     panel.invert_yaxis()
 
 

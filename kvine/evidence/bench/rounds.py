@@ -91,23 +91,30 @@ class Rounds:
     def run(self, tasks: Sequence[Task]) -> None:
         """Fills in the players' figures.
 
+        Progress counts tasks only, if there are any: how long engines take to load says nothing about them.
+
         Raises:
             ConfigError: of a peer that was named with its Python and fails.
             KvineError: what keeps Kvine from being measured.
         """
         repeats = self._settings.repeats
         starts = repeats if self._settings.wants("ready", "peak_memory") else 1
-        self._total = len(self._players) * (starts + len(tasks) * repeats)
+        self._total = self._measurements(tasks) or len(self._players) * starts
         with self._stack:
             for number in range(1, starts + 1):
                 for player in tuple(self._players):
                     what = f"{player.name}: start, {number} of {starts}"
                     self._turn(what, player, lambda p=player, n=number: self._start(p, stays=n == starts))  # type: ignore[misc]
+                    self._done += not tasks
+            self._total = self._measurements(tasks)  # without those that could not be started
             for task in tasks:
                 for number in range(1, repeats + 1):
                     for player in tuple(self._players):
+                        if not _takes(player, task):
+                            continue
                         what = f"{player.name}: {task.do.replace('_', ' ')}, {number} of {repeats}"
                         self._turn(what, player, lambda p=player, t=task: self._measure(p, t))  # type: ignore[misc]
+                        self._done += 1
 
     def skip(self, engine: str, what: str | None, reason: str) -> None:
         """Notes what is left out, and says so."""
@@ -116,9 +123,12 @@ class Rounds:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _measurements(self, tasks: Sequence[Task]) -> int:
+        """How many there are to come."""
+        return self._settings.repeats * sum(_takes(player, task) for task in tasks for player in self._players)
+
     def _turn(self, what: str, player: Player, work: Callable[[], None]) -> None:
         self._progress(what, self._done, self._total)
-        self._done += 1
         try:
             work()
         except MissingError as error:
@@ -171,7 +181,7 @@ class Rounds:
             raise ConfigError(f"{player.peer.command[0]} cannot be started: {error.strerror}.") from error
 
     def _measure(self, player: Player, task: Task) -> None:
-        if player.given_up.issuperset(task.keys) or (task.only_kvine and player.peer is not None):
+        if player.given_up.issuperset(task.keys):
             return
         player.process.resume()
         try:
@@ -192,3 +202,7 @@ class Rounds:
         for key, figure in zip(task.keys, task.take(answer), strict=True):
             if figure is not None:
                 player.add(key, figure)
+
+
+def _takes(player: Player, task: Task) -> bool:
+    return player.peer is None or not task.only_kvine

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvine.config import check_device, check_dtype
+from kvine.engine.resources import checked_threads
 from kvine.errors import ContextLengthError, RequestError
 from kvine.evidence.prompts import DEFAULT_PROMPT, QUESTION, fox_prompt
 from kvine.models.packing import check_weights
@@ -41,7 +43,11 @@ class Settings:
     patience: float = PATIENCE
 
     def __post_init__(self) -> None:
+        check_device(self.device)
+        check_dtype(self.dtype)
         check_weights(self.weights)
+        if self.threads is not None:
+            checked_threads(self.threads)
         if unknown := [name for name in self.what if name not in WHAT]:
             raise RequestError(f"A bench does not measure {unknown[0]!r}: choose among {', '.join(WHAT)}.")
         if not self.what:

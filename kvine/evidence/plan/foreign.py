@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvine.cache.spec import ITEM_BYTES
+from kvine.cache.layout import ITEM_BYTES
 from kvine.evidence.plan.packing import Packing, packing_of
 from kvine.evidence.plan.subject import PlannedLayer, Subject
 from kvine.evidence.plan.weights import Weights

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from kvine.config import parse_bytes
+from kvine.config import check_device, parse_bytes
 from kvine.engine.resources import default_threads, free_memory
 from kvine.errors import ConfigError
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
 PROBE_BYTES = 1 << 30
 PROBE_SECONDS = 2.0
 MOST_GIGABYTES = 1e6  # a second
@@ -58,8 +57,7 @@ def planned_device(name: str) -> str:
     Raises:
         ConfigError: for an unknown name, or a device that is not there.
     """
-    if name not in DEVICES:
-        raise ConfigError(f"Device {name!r} is unknown. Choose one of {', '.join(DEVICES)}.")
+    check_device(name)
     if name == "auto" and not _has_driver():
         return "cpu"
     if name == "cpu":

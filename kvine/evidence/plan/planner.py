@@ -5,12 +5,13 @@ The formulas live with what they describe, in `cache/spec.py` and `models/`: the
 
 from collections.abc import Callable
 
-from kvine.cache.spec import ITEM_BYTES, CacheSpec
-from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, parse_bytes
+from kvine.cache.layout import ITEM_BYTES
+from kvine.cache.spec import CacheSpec
+from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, check_dtype, parse_bytes
 from kvine.errors import ConfigError
 from kvine.evidence.plan.answer import Fits, Group, Plan, Walls
 from kvine.evidence.plan.machine import Quantity, available_memory, measure_bandwidth, parse_bandwidth, planned_device
-from kvine.evidence.plan.sources import DTYPES, subject_of
+from kvine.evidence.plan.sources import subject_of
 from kvine.evidence.plan.subject import Figures, Subject
 from kvine.evidence.plan.workspace import Workspace, workspace
 from kvine.hub import Progress
@@ -53,8 +54,7 @@ def plan(
     Raises:
         ConfigError, FetchError, ModelLoadError: with a sentence that says what to do.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     _check_count("batch", batch, MOST_BATCH)
     place = planned_device(device)
     if isinstance(model, str):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvine.config import check_dtype
 from kvine.errors import ConfigError, ModelLoadError
 from kvine.evidence.plan.foreign import foreign_subject
 from kvine.evidence.plan.machine import has_kernels
@@ -24,7 +25,6 @@ from kvine.models.names import check_tensors, gguf_names, hf_names, required_sha
 from kvine.models.packing import check_weights, choose_packings
 
 MOST_BYTES = 2**62  # what a checkpoint may store, as the most that a machine may hold
-DTYPES = ("auto", "fp32", "bf16", "fp16")
 _STORED = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -52,8 +52,7 @@ def subject_of(
         ConfigError: for an unknown dtype, weights that cannot be kept so, or params of a model whose weights can be
             counted.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     check_weights(weights)
     how = _How(dtype, device, weights)
     path = find_config(name, progress=progress)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvine.cache.spec import ITEM_BYTES
+from kvine.cache.layout import ITEM_BYTES
 from kvine.config import MOST_TOKENS
 from kvine.errors import ConfigError
 from kvine.evidence.plan.weights import Weights

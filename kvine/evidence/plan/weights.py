@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from kvine.cache.spec import ITEM_BYTES
+from kvine.cache.layout import ITEM_BYTES
 from kvine.models.config import ModelConfig
 from kvine.models.names import held_bytes, is_norm, required_shapes
 from kvine.models.packing import packed_row_bytes

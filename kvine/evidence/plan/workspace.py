@@ -6,7 +6,8 @@ It follows what `models/decoder.py`, `models/matmul.py`, `attention/sdpa.py` and
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvine.cache.spec import ITEM_BYTES, CacheSpec
+from kvine.cache.layout import ITEM_BYTES
+from kvine.cache.spec import CacheSpec
 from kvine.models.config import ModelConfig
 from kvine.models.names import required_shapes
 
