@@ -29,10 +29,10 @@ from kvine.cache.disk_records import (
     size_in,
 )
 from kvine.cache.store import BlockName, DamagedBlockError, Parts, StoreStats, checked_parts, frame, unframe
+from kvine.config import LEAST_CACHE_SIZE
 from kvine.errors import ConfigError, KvineWarning
 
 DEFAULT_LIMIT = 2 << 30
-LEAST_LIMIT = 1 << 20
 _REWRITTEN = 8  # pages of the tree that LMDB writes anew for one block that comes and one that goes
 _FILES_BESIDE = 64 << 10  # lock and format files, with room to spare
 _T = TypeVar("_T")
@@ -71,7 +71,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path | str, limit: int | None = None, *, create: bool = True) -> None:
-        if limit is not None and limit < LEAST_LIMIT:
+        if limit is not None and limit < LEAST_CACHE_SIZE:
             raise ConfigError(f"A cache on disk of {limit:,} bytes is too small to be of use: give at least 1MiB.")
         self.folder = StoreFolder(Path(folder), create=create)
         self._counts = _Counts()
@@ -89,7 +89,7 @@ class DiskStore:
                 self.folder.leave()
                 raise ConfigError(
                     f"The cache in {self.folder.path} cannot be opened ({error}): close what else uses it in this "
-                    "process, or give another cache_dir."
+                    "process (LLM.close), or give another cache_dir."
                 ) from None
 
     # -- the protocol -------------------------------------------------------------------------------------------------

@@ -10,12 +10,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from kvine.config import parse_bytes
 from kvine.errors import ConfigError, KvineWarning
 
 if sys.platform != "win32":
     import fcntl
+
+if TYPE_CHECKING:
+    from kvine.cache.disk import DiskStore
 
 FORMAT = "kvine-blocks"
 FORMAT_VERSION = 1
@@ -148,12 +152,25 @@ def _foreign(file: Path) -> bool:
     return not file.name.startswith((FORMAT_FILE, DATABASE, SET_ASIDE, *_LOCKS))
 
 
+def disk_store(folder: str | os.PathLike[str], size: int | str | None, *, create: bool = True) -> "DiskStore":
+    """The store in a folder, see `DiskStore`; `size` is its limit, in bytes or such as `2GiB`.
+
+    Raises:
+        ConfigError: as `DiskStore` does, and if lmdb is not installed.
+    """
+    try:
+        from kvine.cache.disk import DiskStore
+    except ImportError:
+        raise ConfigError("A cache on disk needs lmdb: pip install 'kvine[store]'.") from None
+    return DiskStore(Path(folder), None if size is None else parse_bytes(size), create=create)
+
+
 def damage(database: Path) -> str | None:
     """What is wrong with a database file that nobody writes to; None if it may be opened."""
     from lmdb.verify import VerifyError, verify
 
     try:
-        problems = verify(str(database), subdir=False)
+        problems = verify(str(database), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:
         return str(error)
     return str(problems[0]) if problems else None

@@ -1,8 +1,8 @@
 """What lies in the database of a disk store, and in which order blocks are forgotten.
 
 One keyspace, by first byte: `b` address → frame, `a` address → age and size, `u` age address → nothing (blocks in the
-order of their last use), `m` subject → remark, `c` → the clock, `l` → the limit in bytes. Ages are times of a clock that
-only goes forward.
+order of their last use), `m` subject → remark, `c` → the clock, `l` → the limit in bytes. Ages are times of a clock
+that only goes forward.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from kvine.cache.hashing import block_key, framed
+from kvine.cache.prefix import Node
 
 FORMAT_VERSION = 1
 _MAGIC = b"KVB" + bytes([FORMAT_VERSION])
@@ -120,6 +121,30 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Ends its use; what was put stays. Closing twice does nothing."""
+        ...
+
+
+class Tier(Protocol):
+    """What a cache manager tells of blocks that might go to a store, and asks for blocks that might come from one."""
+
+    def recall(self, root: Node, tokens: Sequence[int]) -> None:
+        """Before a text is looked up: brings what is worth bringing back into the cache, or changes nothing."""
+        ...
+
+    def keep(self, path: Sequence[Node]) -> None:
+        """A sequence ends whose full blocks these nodes spell, the root first."""
+        ...
+
+    def keep_block(self, shelf: int, block: int) -> None:
+        """A cached block is about to be evicted."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left to write and lets go of the store."""
+        ...
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens in so many seconds."""
         ...
 
 

@@ -212,7 +212,7 @@ def test_a_file_that_is_not_whole_changes_nothing(folder, tmp_path):
     broken += [whole[:-1] + bytes([whole[-1] ^ 1])]
     for data in broken:
         file.write_bytes(data)
-        with pytest.raises(ArchiveError, match="no file of blocks|cut off|damaged"):
+        with pytest.raises(ArchiveError, match=r"no file of blocks|cut off|damaged"):
             import_blocks(store, file)
         assert store.stats().num_blocks == 8 and served(store, text(2)) == [True] * 8
     file.write_bytes(whole)
