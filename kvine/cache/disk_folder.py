@@ -43,6 +43,7 @@ class StoreFolder:
         self.path = path.expanduser()
         self.database = self.path / DATABASE
         self.set_aside = self.path / SET_ASIDE
+        self.damage: str | None = None  # why a file was set aside just now
         self._presence: int | None = None
         try:
             self._prepare(create)
@@ -84,6 +85,7 @@ class StoreFolder:
 
     def put_aside(self, reason: str) -> None:
         """Moves a damaged database out of the way and says so."""
+        self.damage = reason
         self.database.replace(self.set_aside)
         self.lock_file.unlink(missing_ok=True)
         warnings.warn(
