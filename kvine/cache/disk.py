@@ -82,15 +82,15 @@ class DiskStore:
         self._complained = False
         self._closed = False
         self.limit = self._pages = 0
-        with self.folder.opening() as alone:
-            try:
+        try:
+            with self.folder.opening() as alone:
                 self._env = self._open(limit, alone)
-            except lmdb.Error as error:
-                self.folder.leave()
-                raise ConfigError(
-                    f"The cache in {self.folder.path} cannot be opened ({error}): close what else uses it in this "
-                    "process (LLM.close), or give another cache_dir."
-                ) from None
+        except (lmdb.Error, OSError) as error:
+            self.folder.leave()
+            raise ConfigError(
+                f"The cache in {self.folder.path} cannot be opened ({error}): close what else uses it in this "
+                "process (LLM.close), or give another cache_dir."
+            ) from None
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 

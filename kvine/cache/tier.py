@@ -98,8 +98,10 @@ class StoreTier:
                     self._bytes_waiting += size
                     self._unwritten.add(name.address)
                     fresh.append((name, block))
-        for name, block in reversed(fresh):  # what is written later is forgotten later: heads
-            self._waiting.put((name, self._memories.save(name.group, block)))
+        # All are copied before the first is handed on: two threads that take turns at the interpreter wait for each other.
+        copied = [(name, self._memories.save(name.group, block)) for name, block in fresh]
+        for item in reversed(copied):  # what is written later is forgotten later: heads
+            self._waiting.put(item)
 
     def _write_on(self) -> None:
         """Writes what waits, until None is next."""
