@@ -98,7 +98,7 @@ class StoreTier:
                     self._bytes_waiting += size
                     self._unwritten.add(name.address)
                     fresh.append((name, block))
-        # All are copied before the first is handed on: two threads that take turns at the interpreter wait for each other.
+        # All are copied before the first is handed on, or two threads would take turns at the interpreter.
         copied = [(name, self._memories.save(name.group, block)) for name, block in fresh]
         for item in reversed(copied):  # what is written later is forgotten later: heads
             self._waiting.put(item)
