@@ -30,6 +30,24 @@ class DenseLayer:
     sinks_in_cache: bool = False
 
 
+@dataclass(frozen=True)
+class BlockLoss:
+    """What a cache that packs full blocks makes of them.
+
+    Attributes:
+        block_size: tokens of a block. A query reads its own block exactly, and earlier ones as they were kept.
+        keys: of rotated keys of whole blocks, `[blocks, Hkv, block_size, D]` to the same.
+        values: of values, alike.
+        open_keys, open_values: of those `[N, Hkv, D]` that a query reads in its own block.
+    """
+
+    block_size: int
+    keys: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+    open_keys: Callable[[Tensor], Tensor] = lambda exact: exact
+    open_values: Callable[[Tensor], Tensor] = lambda exact: exact
+
+
 class DenseAttention:
     """`attend` over one whole sequence, positions 0 … N - 1, computed anew in every call.
 
@@ -37,7 +55,9 @@ class DenseAttention:
         layers: one for each layer of the model.
         scale: factor on the scores.
         softcap: soft cap of the scores, if the model has one.
-        keep: what becomes of rotated keys and of values in a cache that loses something; not for sinks in the cache.
+        keep: what becomes of rotated keys and of values in a cache that loses something of each number; not for sinks
+            in the cache.
+        loss: what becomes of them in one that packs full blocks.
     """
 
     def __init__(
@@ -47,16 +67,20 @@ class DenseAttention:
         scale: float,
         softcap: float | None = None,
         keep: Callable[[Tensor], Tensor] | None = None,
+        loss: BlockLoss | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self._scale = scale
         self._softcap = softcap
         self._keep = keep
+        self._loss = loss
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
         what = self.layers[layer]
         n, group = q.shape[0], q.shape[1] // k.shape[1]
+        if self._loss is not None:
+            return self._lossy(what, self._loss, q, k, v)
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [N, Hq, D]
         if what.window is not None and what.sinks_in_cache and n > what.window:
             return self._streaming(what, what.window, q, k, v)
@@ -78,6 +102,40 @@ class DenseAttention:
         scores = self._softcap * torch.tanh(scores / self._softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.to(wide)).to(q.dtype)
+
+    def _lossy(self, what: DenseLayer, loss: BlockLoss, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Scores with what each query reads of each key: the exact one in its own block, elsewhere what was kept."""
+        n, heads, size = q.shape[0], k.shape[1], loss.block_size
+        full = n // size * size
+        wide = torch.promote_types(q.dtype, torch.float32)
+        positions = torch.arange(n, device=q.device)
+
+        def kept(x: Tensor, lose: Callable[[Tensor], Tensor]) -> Tensor:  # [N, Hkv, D] → the same
+            blocks = x[:full].reshape(-1, size, *x.shape[1:]).transpose(1, 2)  # [blocks, Hkv, T, D]
+            return torch.cat((lose(blocks).transpose(1, 2).reshape(full, *x.shape[1:]).to(wide), x[full:].to(wide)))
+
+        def scores(queries: Tensor, keys: Tensor) -> Tensor:  # [N, Hq, D], [N, Hkv, D] → [Hkv, g, N, N]
+            grouped = queries.to(wide).view(n, heads, -1, q.shape[-1])
+            return torch.einsum("qhgd,khd->hgqk", grouped, keys.to(wide)) * self._scale
+
+        rotations = what.rope.cos_sin(positions)
+        turned, k = rotate(q, *rotations), rotate(k, *rotations)
+        kept_k, kept_v = kept(k, loss.keys), kept(v, loss.values)
+        k, v = loss.open_keys(k), loss.open_values(v)
+        own = positions[:, None] // size == positions // size
+        all_scores = torch.where(own, scores(turned, k), scores(turned, kept_k))
+        if what.sinks_in_cache and what.window is not None:
+            last = what.sink_tokens + what.window - 1  # where a query stands in a full cache of sinks and window
+            to_sinks = rotate(q, *what.rope.cos_sin(positions.clamp(max=last)))
+            moved = torch.where(own, scores(to_sinks, k), scores(to_sinks, kept_k))
+            all_scores[..., : what.sink_tokens] = moved[..., : what.sink_tokens]
+        if self._softcap is not None:
+            all_scores = self._softcap * torch.tanh(all_scores / self._softcap)
+        mask = self._mask(n, n if what.window is None else what.window, what.sink_tokens, q.device)
+        weights = all_scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        out = torch.einsum("hgqk,khd->qhgd", weights * own, v.to(wide))
+        out += torch.einsum("hgqk,khd->qhgd", weights * ~own, kept_v)
+        return out.reshape(q.shape).to(q.dtype)
 
     @staticmethod
     def _mask(n: int, window: int, sinks: int, device: torch.device) -> Tensor:

@@ -171,7 +171,9 @@ class CacheOptions:
     kv_memory: Annotated[
         str | None, _cache("Budget for K and V, such as 512MiB; by default part of the free memory.")
     ] = None
-    kv_dtype: Annotated[str, _cache("What K and V are stored as: exact, fp32, fp16 or bf16.")] = CacheConfig.kv_dtype
+    kv_dtype: Annotated[
+        str, _cache("What K and V are stored as: exact, fp32, fp16, bf16, int8, int4, int2, or KEYS/VALUES, as k8v4.")
+    ] = CacheConfig.kv_dtype
     block_size: Annotated[int, _cache("Tokens in a block.")] = CacheConfig.block_size
     window: Annotated[int | None, _cache("See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _cache("First tokens that stay visible past the window.")] = CacheConfig.sink_tokens

@@ -61,7 +61,13 @@ class KeepOptions:
 
     dtype: Annotated[str, _option("Cache", "Weights and activations: auto, fp32, bf16 or fp16.")] = "auto"
     weights: Annotated[str, _option("Cache", WEIGHTS_HELP)] = "auto"
-    kv_dtype: Annotated[str, _option("Cache", "K and V: exact (as dtype), fp32, fp16 or bf16.")] = CacheConfig.kv_dtype
+    kv_dtype: Annotated[
+        str,
+        _option(
+            "Cache",
+            "K and V: exact (as dtype), fp32, fp16, bf16, int8, int4, int2, or KEYS/VALUES such as int8/int4 or k8v4.",
+        ),
+    ] = CacheConfig.kv_dtype
     window: Annotated[int | None, _option("Cache", "See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _option("Cache", "First tokens that stay visible past the window.")] = CacheConfig.sink_tokens
     block_size: Annotated[int, _option("Cache", "Tokens in a block.")] = CacheConfig.block_size

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvine import kernels
 from kvine.attention.base import Backend
 from kvine.attention.cached import AttentionLayer, CachedAttention
-from kvine.attention.dense import DenseAttention, DenseLayer
+from kvine.attention.dense import BlockLoss, DenseAttention, DenseLayer
 from kvine.attention.native import NativeBackend
 from kvine.attention.reference import ReferenceBackend
 from kvine.attention.sdpa import SdpaBackend
@@ -98,11 +98,15 @@ def standard_parts(
 
 
 def dense_attention(
-    model: LoadedModel, cache: CacheConfig, *, keep: Callable[[Tensor], Tensor] | None = None
+    model: LoadedModel,
+    cache: CacheConfig,
+    *,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    loss: BlockLoss | None = None,
 ) -> DenseAttention:
     """The cache-free oracle of an engine with these options: it sees exactly what the cached one may see.
 
-    It computes with exact keys and values whatever `cache.kv_dtype`, unless `keep` says what becomes of them.
+    It computes with exact keys and values whatever `cache.kv_dtype`, unless `keep` or `loss` says what becomes of them.
     """
     ropes = {layer.rope: RotaryEmbedding(layer.rope, model.device) for layer in model.config.layers}
     layers: dict[int, DenseLayer] = {}
@@ -116,6 +120,7 @@ def dense_attention(
         scale=model.config.attention_scale,
         softcap=model.config.attention_softcap,
         keep=keep,
+        loss=loss,
     )
 
 

@@ -131,21 +131,21 @@ def _weights(
 
 def _decode(subject: Subject, runner: Runner, cache: SteppedCache, token_id: int, steps: int) -> tuple[DecodeStep, ...]:
     """Greedy steps from a token that is not yet in the cache."""
-    config, pools, item_bytes = subject.model.config, runner.attention.pools, subject.model.dtype.itemsize
+    config, attention, item_bytes = subject.model.config, runner.attention, subject.model.dtype.itemsize
     taken: list[DecodeStep] = []
-    keys_before = sum(keys_seen(pools, position) for position in range(len(cache)))
+    keys_before = sum(keys_seen(attention, position) for position in range(len(cache)))
     while len(taken) < steps and token_id not in subject.parts.eos_ids:
         position, tokens = len(cache), len(cache) + 1
         observer = StepObserver()
         logits = _step(runner, cache, token_id, observer)
-        keys = keys_seen(pools, position)
+        keys = keys_seen(attention, position)
         keys_before += keys
         every = {name: number * tokens for name, number in observer.numbers.items()}
         taken.append(
             DecodeStep(
                 token=_token(subject.tokenizer, position, token_id),
                 computed=work(config, item_bytes, 1, observer.numbers, keys),
-                read=read(pools, position),
+                read=read(attention, position),
                 cache_free=work(config, item_bytes, tokens, every, keys_before),
                 next=_candidates(subject, logits, 1)[0],
             )

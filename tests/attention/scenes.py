@@ -127,7 +127,7 @@ class Cache:
         for (_, sequence, _), count in chosen:
             assert self.manager.reserve(sequence, count)
         for copy in self.manager.take_copies():
-            self.pools[copy.group].copy([copy])
+            self.pools[copy.shelf].copy([copy])
         spans = [(s.num_tokens, s.num_tokens + count) for (_, s, _), count in chosen]
         tables = [[s.tables[g] for (_, s, _), _ in chosen] for g in range(len(self.pools))]
         attend = self.attention.step(batch_of(tables, spans, self.manager.block_size))

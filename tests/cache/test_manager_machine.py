@@ -2,10 +2,11 @@
 
 import copy
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,13 +18,14 @@ from hypothesis.stateful import (
 )
 
 from kvine.cache.hashing import digest
-from kvine.cache.manager import CachedSequence, CacheManager
+from kvine.cache.manager import MISSING, CachedSequence, CacheManager
 from kvine.cache.spec import CacheSpec
 
 SIZE = 4
 WINDOWED = CacheSpec(layers=(0, 2), num_kv_heads=1, head_dim=2, block_size=SIZE, window=8, sink_tokens=2)
 FULL = CacheSpec(layers=(1,), num_kv_heads=2, head_dim=2, block_size=SIZE)
 SPECS = (WINDOWED, FULL)
+PACKED = tuple(replace(spec, key_codec="int4", value_codec="int8") for spec in SPECS)
 LONGEST = 26  # tokens of a sequence
 MOST_SEQUENCES = 4
 
@@ -41,7 +43,7 @@ def seen(spec: CacheSpec, query: int, key: int) -> bool:
 
 STILL_SEEN = {
     (spec, length): [k for k in range(length) if any(seen(spec, q, k) for q in range(length, LONGEST + 20))]
-    for spec in SPECS
+    for spec in (*SPECS, *PACKED)
     for length in range(LONGEST + 1)
 }  # positions that some query after a sequence of `length` tokens sees
 
@@ -56,6 +58,9 @@ class CacheMachine(RuleBasedStateMachine):
     """Every operation of the manager, as a scheduler may mix them; memory is simulated slot by slot."""
 
     totals: ClassVar[Counter[str]] = Counter()
+    specs: ClassVar[tuple[CacheSpec, ...]] = SPECS
+    most_spare: ClassVar[int] = 6  # tokens that room is reserved for beyond those that are written
+    most_rejected: ClassVar[int] = 3
 
     @initialize(
         blocks=st.integers(0, 12),
@@ -64,9 +69,9 @@ class CacheMachine(RuleBasedStateMachine):
         bits=st.sampled_from((None, 1, 3)),
     )
     def start(self, blocks: int, fixed: bool, prefix_caching: bool, bits: int | None) -> None:
-        sizes = [spec.bytes_per_block("fp32") for spec in SPECS]
+        sizes = self.block_bytes()
         # From one request and one block in each group up to room for a few requests.
-        needs = [spec.max_live_blocks(LONGEST, LONGEST) + 1 for spec in SPECS]
+        needs = self.needs()
         if fixed:
             capacities = [need + blocks for need in needs]
             budget = sum(count * size for count, size in zip(capacities, sizes, strict=True))
@@ -74,13 +79,13 @@ class CacheMachine(RuleBasedStateMachine):
             capacities = None
             budget = sum(need * size for need, size in zip(needs, sizes, strict=True)) + blocks * max(sizes)
         self.manager = CacheManager(
-            SPECS,
+            self.specs,
             budget,
             prefix_caching=prefix_caching,
             capacities=capacities,
             hash_function=digest if bits is None else lambda data: bytes([digest(data)[0] % (1 << bits)]),
         )
-        self.memory: dict[tuple[int, int, int], Content] = {}  # (group, block, offset) → what was last written there
+        self.memory: dict[tuple[int, int, int], Content] = {}  # (shelf, block, offset) → what was last written there
         self.live: list[Live] = []
 
     # -- operations ---------------------------------------------------------------------------------------------------
@@ -103,19 +108,17 @@ class CacheMachine(RuleBasedStateMachine):
         which = data.draw(st.sampled_from(self.live))
         sequence = which.sequence
         written = text[sequence.num_tokens : end]
-        room = min(len(written) + spare, LONGEST - sequence.num_tokens)
+        room = min(len(written) + min(spare, self.most_spare), LONGEST - sequence.num_tokens)
         if not room or not self.reserve(sequence, room) or not written:
             return
         self.make_copies()
-        for offset in range(len(written)):
-            position = sequence.num_tokens + offset
-            past = (*sequence.tokens, *written[: offset + 1])
-            for group, table in enumerate(sequence.tables):
-                block, pool = table[position // SIZE], self.manager.pools[group]
-                assert pool.references[block] == 1, "a block is written that others hold"
-                assert block not in pool.node_of, "a block is written that others can find"
-                self.memory[group, block, position % SIZE] = (which.namespace, past)
-        accepted = max(0, len(written) - rejected)
+        whole = [*sequence.tokens, *written]
+        for shelf, position in self.written(sequence.num_tokens, len(whole)):
+            block, pool = sequence.tables[shelf][position // SIZE], self.manager.pools[shelf]
+            assert pool.references[block] == 1, "a block is written that others hold"
+            assert block not in pool.node_of, "a block is written that others can find"
+            self.memory[shelf, block, position % SIZE] = (which.namespace, tuple(whole[: position + 1]))
+        accepted = max(0, len(written) - min(rejected, self.most_rejected))
         self.manager.commit(sequence, written[:accepted])
         self.totals["committed"] += accepted
 
@@ -164,16 +167,17 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.totals["operations"] += 1
         self.manager.check()
-        pending = {(c.group, c.target): c for c in self.manager.copies}
+        pending = {(c.shelf, c.target): c for c in self.manager.copies}
         for which in self.live:
             sequence = which.sequence
-            for group, spec in enumerate(SPECS):
+            for group, spec in enumerate(self.specs):
                 for key in STILL_SEEN[spec, sequence.num_tokens]:
-                    block, offset = sequence.tables[group][key // SIZE], key % SIZE
-                    while (group, block) in pending and offset < pending[group, block].num_tokens:
-                        block = pending[group, block].source
+                    shelf = self.shelf_of(group, key, sequence.num_tokens)
+                    block, offset = sequence.tables[shelf][key // SIZE], key % SIZE
+                    while (shelf, block) in pending and offset < pending[shelf, block].num_tokens:
+                        block = pending[shelf, block].source
                     expected = (which.namespace, tuple(sequence.tokens[: key + 1]))
-                    assert self.memory.get((group, block, offset)) == expected, "a query would read another's past"
+                    assert self.memory.get((shelf, block, offset)) == expected, "a query would read another's past"
 
     def teardown(self) -> None:
         if hasattr(self, "manager"):
@@ -193,29 +197,49 @@ class CacheMachine(RuleBasedStateMachine):
     def make_copies(self) -> None:
         for c in self.manager.take_copies():
             for offset in range(SIZE):
-                self.memory.pop((c.group, c.target, offset), None)
+                self.memory.pop((c.shelf, c.target, offset), None)
             for offset in range(c.num_tokens):
-                self.memory[c.group, c.target, offset] = self.memory[c.group, c.source, offset]
+                self.memory[c.shelf, c.target, offset] = self.memory[c.shelf, c.source, offset]
             self.totals["copies"] += 1
 
     def give_back(self) -> None:
-        for group in range(len(SPECS)):
-            for block in self.manager.take_freed(group):
+        for shelf in range(len(self.manager.pools)):
+            for block in self.manager.take_freed(shelf):
                 for offset in range(SIZE):
-                    self.memory.pop((group, block, offset), None)
+                    self.memory.pop((shelf, block, offset), None)
+
+    # -- where things lie: all of a group on one shelf ----------------------------------------------------------------
+
+    def block_bytes(self) -> list[int]:
+        return [spec.bytes_per_block("fp32") for spec in self.specs]
+
+    def needs(self) -> list[int]:
+        return [spec.max_live_blocks(LONGEST, LONGEST) + 1 for spec in self.specs]
+
+    def shelf_of(self, group: int, key: int, length: int) -> int:
+        """Where the key at position `key` of a sequence of `length` tokens lies."""
+        return group
+
+    def written(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Shelves and positions that are written when `start` tokens become `end`."""
+        return [(group, position) for group in range(len(self.specs)) for position in range(start, end)]
+
+    def new_blocks(self, table: list[int], shelf: int, start: int, end: int) -> int:
+        """Blocks that must be taken on a shelf for that."""
+        return max(0, -(-end // SIZE) - len(table))
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def reserve(self, sequence: CachedSequence, count: int) -> bool:
         """Reserves, and checks the answer: true exactly when it fits, and nothing has changed when it is false."""
         pools, manager = self.manager.pools, self.manager
-        end = -(-(sequence.num_tokens + count) // SIZE)
-        last = sequence.num_tokens // SIZE
-        new = max(0, end - len(sequence.tables[0]))
+        start, end = sequence.num_tokens, sequence.num_tokens + count
+        last = start // SIZE
         needs = []
-        for pool, table in zip(pools, sequence.tables, strict=True):
-            shared = last < len(table) and pool.references[table[last]] > 1
-            needs.append(new + shared)
+        for shelf, (pool, table) in enumerate(zip(pools, sequence.tables, strict=True)):
+            goes_on = any(s == shelf and position // SIZE == last for s, position in self.written(start, end))
+            begun = goes_on and last < len(table) and table[last] != MISSING
+            needs.append(self.new_blocks(table, shelf, start, end) + (begun and pool.references[table[last]] > 1))
         fits = (
             all(need <= pool.capacity - len(pool.references) for need, pool in zip(needs, pools, strict=True))
             and manager.bytes_referenced
@@ -252,22 +276,22 @@ class CacheMachine(RuleBasedStateMachine):
                 return length
         return 0
 
-    @staticmethod
-    def obtainable(tokens: list[int], nodes: list[tuple[list[int], list[int | None]]]) -> bool:
+    def obtainable(self, tokens: list[int], nodes: list[tuple[list[int], list[int | None]]]) -> bool:
         length = len(tokens)
         for start in range(0, length, SIZE):
-            groups = [
-                group
-                for group, spec in enumerate(SPECS)
-                if any(start <= key < start + SIZE for key in STILL_SEEN[spec, length])
-            ]
+            shelves = {
+                self.shelf_of(group, key, length)
+                for group, spec in enumerate(self.specs)
+                for key in STILL_SEEN[spec, length]
+                if start <= key < start + SIZE
+            }
             here = tokens[start : start + SIZE]
             found = (
                 blocks
                 for text, blocks in nodes
                 if text[: start + len(here)] == tokens[: start + len(here)] and start < len(text) <= start + SIZE
             )
-            if not any(all(blocks[group] is not None for group in groups) for blocks in found):
+            if not any(all(blocks[shelf] is not None for shelf in shelves) for blocks in found):
                 return False
         return True
 
@@ -280,10 +304,43 @@ def root_of(node: object) -> object:
     return node if node.parent is None else root_of(node.parent)  # type: ignore[attr-defined]
 
 
-def test_random_operations_never_show_a_query_another_past() -> None:
-    CacheMachine.totals = Counter()
+class PackedMachine(CacheMachine):
+    """The same where full blocks are packed: a group's full blocks lie on one shelf, its begun ones on another."""
+
+    specs = PACKED
+    most_spare = 0  # what fills a block is packed at once
+    most_rejected = 0  # and cannot be taken back in part
+
+    def block_bytes(self) -> list[int]:
+        opened = [spec.num_layers * spec.num_kv_heads * SIZE * spec.head_dim * 8 for spec in PACKED]
+        return [*super().block_bytes(), *opened]
+
+    def needs(self) -> list[int]:
+        return [*(need - 2 for need in super().needs()), *(2 for _ in PACKED)]
+
+    def shelf_of(self, group: int, key: int, length: int) -> int:
+        return group if key // SIZE < length // SIZE else len(PACKED) + group
+
+    def written(self, start: int, end: int) -> list[tuple[int, int]]:
+        sealed = range(start // SIZE * SIZE, end // SIZE * SIZE)
+        begun = range(max(start, end // SIZE * SIZE), end)
+        return [
+            (shelf, position)
+            for group in range(len(PACKED))
+            for shelf, positions in ((group, sealed), (len(PACKED) + group, begun))
+            for position in positions
+        ]
+
+    def new_blocks(self, table: list[int], shelf: int, start: int, end: int) -> int:
+        blocks = {position // SIZE for s, position in self.written(start, end) if s == shelf}
+        return sum(block >= len(table) or table[block] == MISSING for block in blocks)
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, PackedMachine])
+def test_random_operations_never_show_a_query_another_past(machine: type[CacheMachine]) -> None:
+    CacheMachine.totals.clear()
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        CacheMachine,
+        machine,
         settings=settings(
             max_examples=150,
             stateful_step_count=40,

@@ -12,6 +12,7 @@ from statistics import median
 import numpy as np
 
 from kvine.cache.manager import BlockCopy, CacheManager
+from kvine.cache.pool import KVPool
 from kvine.cache.sequence import CachedSequence
 from kvine.config import EngineConfig
 from kvine.engine.build import DTYPE_NAMES, standard_parts
@@ -19,7 +20,7 @@ from kvine.engine.request import Request
 from kvine.engine.resources import free_memory
 from kvine.engine.runner import Runner
 from kvine.engine.scheduler import Scheduled
-from kvine.errors import ContextLengthError, RequestError
+from kvine.errors import ConfigError, ContextLengthError, RequestError
 from kvine.evidence.experiments.counts import Counter, first_length
 from kvine.evidence.experiments.trial import synchronize
 from kvine.evidence.progress import Progress, silent
@@ -176,6 +177,8 @@ class _Bench:
     def __init__(self, llm: LLM, most_sequences: int, longest: int, budget: int, steps: int, timer: StepTimer) -> None:
         dtype, specs = DTYPE_NAMES[llm.model.dtype], llm.parts.manager.specs
         self.counter = Counter(llm.model.config, specs, dtype, packings=llm.model.packings)
+        if any(spec.packs for spec in specs):
+            raise ConfigError("This experiment fills blocks with noise, which packed ones cannot hold: leave kv_dtype.")
         self._steps, self._timer = steps, timer
         needed = most_sequences * self._sequence_bytes(longest + 1)
         one_block = sum(spec.bytes_per_block(self.counter.dtype) for spec in self.counter.specs)
@@ -221,6 +224,7 @@ class _Bench:
     def _fill(self, group: int, table: Sequence[int]) -> None:
         """Noise for the first sequence, copies for the others: untouched pages would all be the same page of zeros."""
         pool = self._runner.attention.pools[group]
+        assert isinstance(pool, KVPool), "refused at the door"
         size = self._manager.block_size
         held = [index for index, block in enumerate(table) if block >= 0]
         if not self._sequences:

@@ -6,6 +6,7 @@ The formulas live with what they describe, in `cache/spec.py` and `models/`: the
 from collections.abc import Callable
 
 from kvine.cache.layout import ITEM_BYTES
+from kvine.cache.shelf import shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, check_dtype, parse_bytes
 from kvine.errors import ConfigError
@@ -97,28 +98,39 @@ class Planner:
         self.subject, self.cache, self.engine = subject, cache, engine
         self.device, self.room, self.speed = device, room, speed
         self.specs = cache_specs(subject, cache)
+        self.shelves = shelves_of(self.specs)
         if kv_bits is None:
             self.kv_dtype = subject.dtype if cache.kv_dtype == "exact" else cache.kv_dtype
-            self.sizes = [spec.bytes_per_block(subject.dtype) for spec in self.specs]
+            sizes = [shelf.bytes_per_block(subject.dtype) for shelf in self.shelves]
         else:
             self.kv_dtype = f"{kv_bits} bits"
             elements = [spec.bytes_per_block(subject.dtype) // _item_bytes(spec, subject.dtype) for spec in self.specs]
-            self.sizes = [number * kv_bits // 8 for number in elements]
+            sizes = [number * kv_bits // 8 for number in elements]
+        self.shelf_sizes = sizes
+        self.sizes = sizes[: len(self.specs)]
         self.token_sizes = [size // cache.block_size for size in self.sizes]
         self.weights = subject.weights
 
     def held(self, context: int, batch: int) -> int:
         """Bytes of the blocks that all requests hold between two steps."""
-        return batch * sum(s.num_live_blocks(context) * n for s, n in zip(self.specs, self.sizes, strict=True))
+        shelves = zip(self.shelves, self.shelf_sizes, strict=True)
+        return batch * sum(shelf.num_live_blocks(context) * size for shelf, size in shelves)
 
     def peak(self, context: int, batch: int) -> int:
         """Bytes of the blocks that they hold at most, while a step runs."""
         chunk = self.engine.max_step_tokens
-        return sum(s.max_live_blocks(context, chunk, batch) * n for s, n in zip(self.specs, self.sizes, strict=True))
+        shelves = zip(self.shelves, self.shelf_sizes, strict=True)
+        return sum(shelf.max_live_blocks(context, chunk, batch) * size for shelf, size in shelves)
 
     def read(self, context: int, batch: int) -> int:
-        """Bytes of K and V that a decode step reads, each request its own."""
-        return batch * sum(s.num_visible(context) * n for s, n in zip(self.specs, self.token_sizes, strict=True))
+        """Bytes of K and V that a decode step reads at most, each request its own: an exact block, where others pack."""
+        total = sum(s.num_visible(context) * n for s, n in zip(self.specs, self.token_sizes, strict=True))
+        opened = zip(self.shelves[len(self.specs) :], self.shelf_sizes[len(self.specs) :], strict=True)
+        for shelf, size in opened:
+            tokens = min(shelf.spec.num_visible(context), shelf.spec.block_size)
+            packed = self.token_sizes[self.specs.index(shelf.spec)]
+            total += tokens * (size // shelf.spec.block_size - packed)
+        return batch * total
 
     def workspace(self, context: int, batch: int) -> Workspace | None:
         """What a step takes beside; None for a model that Kvine does not run."""
@@ -202,6 +214,11 @@ class Planner:
     def _group(self, group: int, context: int, batch: int) -> Group:
         spec, size = self.specs[group], self.sizes[group]
         blocks = spec.num_live_blocks(context)
+        held = sum(
+            shelf.num_live_blocks(context) * size
+            for shelf, size in zip(self.shelves, self.shelf_sizes, strict=True)
+            if shelf.spec == spec
+        )
         return Group(
             layers=spec.layers,
             window=spec.window,
@@ -209,7 +226,7 @@ class Planner:
             bytes_per_token=self.token_sizes[group],
             bytes_per_block=size,
             kept_tokens=blocks * spec.block_size,
-            held_bytes=batch * blocks * size,
+            held_bytes=batch * held,
         )
 
 

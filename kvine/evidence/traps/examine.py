@@ -159,6 +159,7 @@ def _examine_storage(parts: EngineParts, book: Textbook) -> tuple[str, str] | No
     assert isinstance(parts.runner, Runner)
     wanted = book.storage
     for pool in parts.runner.attention.pools:
+        assert isinstance(pool, KVPool), "the lab's caches keep each number by itself"
         for stored in (pool.k, pool.v):
             if stored.device != book.model.device:
                 return "cache-on-another-device", f"K and V are on {stored.device}, the model on {book.model.device}"

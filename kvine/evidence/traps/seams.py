@@ -80,7 +80,7 @@ def with_pool(make: Callable[[KVPool], KVPool]) -> Fault:
     """The same engine over other memory."""
 
     def change(whole: CachedAttention) -> CachedAttention:
-        pools = [make(pool) for pool in whole.pools]
+        pools = [make(pool) if isinstance(pool, KVPool) else pool for pool in whole.pools]
         return CachedAttention(whole.layers, pools, whole.backends, scale=whole.scale, softcap=whole.softcap)
 
     return with_attention(change)
