@@ -76,7 +76,7 @@ class DiskStore:
         self.folder = StoreFolder(Path(folder), create=create)
         self._counts = _Counts()
         self._touched: dict[bytes, None] = {}  # addresses in the order in which they were read
-        self._unsound: set[bytes] = set()  # addresses whose frames were found damaged
+        self._unsound: set[bytes] = set()  # addresses whose frames were found damaged: forgotten with the next write
         self._writing = threading.RLock()
         self._reading = threading.Lock()  # held for a read, so that nobody maps the file anew meanwhile
         self._complained = False
@@ -172,7 +172,7 @@ class DiskStore:
         with self._writing:
             if self._closed:
                 return
-            if self._touched:
+            if self._touched or self._unsound:
                 self._write(lambda txn: None)
             with self._reading:
                 self._closed = True
@@ -194,7 +194,6 @@ class DiskStore:
                     raise DamagedBlockError("it is another block")
                 yield StoredBlock(address, len(data), name)
             except DamagedBlockError as error:
-                self._unsound.add(address)
                 yield StoredBlock(address, len(data), None, str(error))
 
     def frame_at(self, address: bytes) -> bytes | None:
@@ -203,6 +202,7 @@ class DiskStore:
 
     def discard(self, addresses: Sequence[bytes]) -> int:
         """Forgets blocks, damaged ones among them; returns how many there were."""
+        self._unsound.difference_update(addresses)
         return self._write(lambda txn: sum(forget(txn, address) for address in addresses)) or 0
 
     def room_for(self, frame_sizes: Sequence[int]) -> bool:
@@ -295,12 +295,15 @@ class DiskStore:
                 return None
             for attempt in range(2):
                 try:
-                    used = list(self._touched)
+                    used, unsound = list(self._touched), list(self._unsound)
                     with self._env.begin(write=True) as txn:
+                        for address in unsound:
+                            forget(txn, address)
                         note_uses(txn, used)
                         result = change(txn)
                     for address in used:
                         self._touched.pop(address, None)
+                    self._unsound.difference_update(unsound)
                     return result
                 except lmdb.MapResizedError:
                     if attempt:
@@ -317,7 +320,7 @@ class DiskStore:
 
         def change(txn: lmdb.Transaction) -> tuple[int, int]:
             evicted = make_room(txn, self._limit_pages - pages, most=pages)
-            return put_blocks(txn, batch, self._unsound), evicted
+            return put_blocks(txn, batch), evicted
 
         try:
             for attempt in range(8):
@@ -328,7 +331,6 @@ class DiskStore:
                     continue
                 if done is None:
                     break
-                self._unsound.difference_update(address for address, _ in batch)
                 self._counts.puts += done[0]
                 self._counts.evictions += done[1]
                 return len(batch)

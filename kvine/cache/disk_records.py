@@ -5,7 +5,7 @@ order of their last use), `m` subject → remark, `c` → the clock, `l` → the
 that only goes forward.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import lmdb
 
@@ -45,16 +45,16 @@ def entries(txn: lmdb.Transaction, prefix: bytes) -> Iterator[tuple[bytes | memo
             yield key, value
 
 
-def put_blocks(txn: lmdb.Transaction, batch: Sequence[tuple[bytes, bytes]], unsound: Collection[bytes]) -> int:
+def put_blocks(txn: lmdb.Transaction, batch: Sequence[tuple[bytes, bytes]]) -> int:
     """Writes frames under addresses, the first the most recently used; returns how many were not there.
 
-    One that is there is only noted as used, unless its address is among `unsound`.
+    One that is there is only noted as used.
     """
     clock = _advance(txn, len(batch))
     written = 0
     for i, (address, data) in enumerate(batch):
         record = txn.get(RECORD + address)
-        if record is None or address in unsound:
+        if record is None:
             txn.put(FRAME + address, data)
             written += 1
         _date(txn, address, record, clock - i, len(data))
