@@ -112,7 +112,8 @@ class CacheConfig:
             StreamingLLM does, so that generation may go on past the model's context.
         prefix_caching: whether finished blocks are kept for later requests that begin with the same tokens.
         cache_dir: a folder in which full blocks are kept on disk too, for when memory is short and for later processes.
-        cache_size: most bytes that the folder takes, or a text such as `2GiB`; at least 1 MiB.
+        cache_size: most bytes that the folder takes, or a text such as `2GiB`; at least 1 MiB. None: what was last said
+            of that folder, and of a new one 2 GiB.
     """
 
     block_size: int = 32
@@ -123,7 +124,7 @@ class CacheConfig:
     sink_rule: SinkRule = "absolute"
     prefix_caching: bool = True
     cache_dir: str | PathLike[str] | None = None
-    cache_size: int | str = "2GiB"
+    cache_size: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_whole("block_size", self.block_size, 1)
@@ -134,7 +135,7 @@ class CacheConfig:
             raise ConfigError(f"prefix_caching is {self.prefix_caching!r}: give True or False.")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
-        if parse_bytes(self.cache_size) < LEAST_CACHE_SIZE:
+        if self.cache_size is not None and parse_bytes(self.cache_size) < LEAST_CACHE_SIZE:
             raise ConfigError(f"A cache_size of {self.cache_size!r} is too small to be of use: give at least 1MiB.")
         if self.cache_dir is not None:
             if not isinstance(self.cache_dir, str | PathLike) or not str(self.cache_dir):

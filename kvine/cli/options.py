@@ -186,7 +186,7 @@ class CacheOptions:
     cache_dir: Annotated[
         str | None, _cache("Keep what was computed in this folder too, for later processes.", metavar="FOLDER")
     ] = None
-    cache_size: Annotated[str, _cache("Most that the folder takes.")] = str(CacheConfig.cache_size)
+    cache_size: Annotated[str | None, _cache("Most that the folder takes; at first 2GiB, then as it was.")] = None
     max_step_tokens: Annotated[int, _cache("Tokens in one model call; longer prompts are read in chunks.")] = (
         EngineConfig.max_step_tokens
     )

@@ -40,7 +40,7 @@ def test_what_was_put_is_there_after_it_was_closed(folder):
     store.close()
     store.close()
     store = DiskStore(folder)
-    assert store.limit == LIMIT, "the limit is remembered"
+    assert store.limit == LIMIT, "who says none keeps the limit"
     assert store.contains([*names, *text(2)]) == [True] * 8 + [False] * 8
     assert served(store, names) == [True] * 8
     counted = store.stats()

@@ -147,3 +147,11 @@ def test_what_cannot_work_is_refused_where_it_is_said() -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             CacheConfig(**options)  # type: ignore[arg-type]
+
+
+def test_who_gives_no_size_keeps_the_folders(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    model = Tiny(*tiny("TL"))
+    for size, limit in [(None, 2 << 30), ("3MiB", 3 << 20), (None, 3 << 20)]:
+        engine = model.engine(CacheConfig(cache_dir=tmp_path / "store", cache_size=size))
+        assert tier_of(engine).store.stats().bytes_limit == limit
+        tier_of(engine).close()
