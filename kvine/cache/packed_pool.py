@@ -41,6 +41,11 @@ class PackedPool(BlockMemory):
         self.layers[layer].k.index_copy_(0, blocks, self._parts["key"].encode(k))
         self.layers[layer].v.index_copy_(0, blocks, self._parts["value"].encode(v))
 
+    def seal_all(self, blocks: Tensor, k: Tensor, v: Tensor) -> None:
+        """The same in all layers: k and v `[layers, n, kv_heads, block_size, head_dim]`."""
+        self.k.index_copy_(1, blocks, self._parts["key"].encode(k))
+        self.v.index_copy_(1, blocks, self._parts["value"].encode(v))
+
     def unsealed(self, layer: int, blocks: Tensor) -> LayerKV:
         """What the codecs have kept of blocks, fp32, each `[n, kv_heads, block_size, head_dim]`."""
         stored = self.layers[layer]

@@ -30,8 +30,8 @@ class Shelf(Protocol):
         """Whether blocks that are not full lie here."""
         ...
 
-    def written(self, num_tokens: int, num_new: int) -> range:
-        """Positions that writing num_new tokens after num_tokens accepted ones needs."""
+    def written(self, num_tokens: int, num_new: int) -> Sequence[int]:
+        """Positions that writing num_new tokens after num_tokens accepted ones needs, ascending."""
         ...
 
     def num_kept(self, num_tokens: int) -> int:
@@ -144,10 +144,12 @@ class OpenShelf:
         """Exact where the codecs pack."""
         return self.spec.opened()
 
-    def written(self, num_tokens: int, num_new: int) -> range:
-        """The last, unless it becomes full: what does is packed as it is computed."""
-        end = num_tokens + num_new
-        return range(end // self.spec.block_size, self.spec.num_blocks(end))
+    def written(self, num_tokens: int, num_new: int) -> Sequence[int]:
+        """The begun one and the last, unless that is full: whole blocks are packed as they are computed."""
+        size = self.spec.block_size
+        begun, last = num_tokens // size, (num_tokens + num_new) // size
+        positions = [begun] if num_tokens % size else []
+        return [*positions, last] if (num_tokens + num_new) % size and last not in positions else positions
 
     def num_kept(self, num_tokens: int) -> int:
         """Up to the last."""
@@ -155,7 +157,7 @@ class OpenShelf:
 
     def live_blocks(self, num_tokens: int) -> list[int]:
         """The last, unless it is full."""
-        return list(self.written(num_tokens, 0))
+        return [num_tokens // self.spec.block_size] if num_tokens % self.spec.block_size else []
 
     def dying(self, before: int, after: int) -> range:
         """What has become full."""
@@ -163,7 +165,7 @@ class OpenShelf:
 
     def num_live_blocks(self, num_tokens: int) -> int:
         """One, or none."""
-        return len(self.written(num_tokens, 0))
+        return int(num_tokens % self.spec.block_size > 0)
 
     def max_live_blocks(self, num_tokens: int, chunk: int, num_sequences: int = 1) -> int:
         """One for each sequence, and a second while a step fills the first and begins the next."""

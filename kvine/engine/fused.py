@@ -10,10 +10,13 @@ from torch import Tensor
 
 from kvine.attention.cached import CachedAttention
 from kvine.attention.native import NativeBackend, single_queries
+from kvine.cache.layout import Part, is_packed, packed_layout
+from kvine.cache.packed_pool import PackedPool
+from kvine.cache.pool import KVPool
 from kvine.engine.scheduler import Scheduled
 from kvine.kernels import Kernels, is_plain
 from kvine.kernels.packed import NativeProduct, PackedLinear, PackedWeight
-from kvine.kernels.stack import NEVER, LayerKind, NativeStack, StackLayer, StackShape
+from kvine.kernels.stack import NEVER, LayerKind, NativeStack, PackedKind, StackLayer, StackShape
 from kvine.models.decoder import Decoder, DecoderLayer
 from kvine.models.layers import Embedding, Linear, RMSNorm
 from kvine.models.matmul import native_product
@@ -33,7 +36,8 @@ class FusedDecoder:
         self, stack: NativeStack, attention: CachedAttention, softcap: float | None, max_rows: int | None
     ) -> None:
         self._stack = stack
-        self._specs = [pool.spec for pool in attention.pools]
+        self._attention = attention
+        self._specs = [attention.pools[group].spec for group in range(len(attention.backends))]
         self._softcap = softcap
         self._max_rows = max_rows
 
@@ -46,7 +50,10 @@ class FusedDecoder:
         products = [native_product(linear.product) for linear in (*linears, decoder.head)]
         embedding = _bind_table(native, decoder.embedding)
         tensors = [norm for layer in decoder.layers for norm in _norms(layer) if norm is not None]
-        tensors += [stored for pool in attention.pools for kv in pool.layers for stored in (kv.k, kv.v)]
+        opened = [pool for pool in attention.pools if isinstance(pool, KVPool)]
+        tensors += [stored for pool in opened for kv in pool.layers for stored in (kv.k, kv.v)]
+        if any(attention.pools[group].spec.block_size < 2 for group in attention.open_shelf):
+            return None  # a block that is full at once is never open
         if embedding is None or None in products or not all(is_plain(t) and t.dtype in native.dtypes for t in tensors):
             return None
         kinds, kind_of = _kinds(attention)
@@ -54,9 +61,12 @@ class FusedDecoder:
         layers = []
         for index, layer in enumerate(decoder.layers):
             where = attention.layers[index]
-            stored = attention.pools[where.group].layers[where.index]
+            stored = _open_pool(attention, where.group).layers[where.index]
             own = tuple(product for product, _ in known[7 * index : 7 * index + 7])
-            layers.append(StackLayer(*_norms(layer), own, stored.k, stored.v, kind_of[index]))
+            pool = attention.pools[where.group]
+            sealed = pool.layers[where.index] if isinstance(pool, PackedPool) else None
+            packed = () if sealed is None else (sealed.k, sealed.v)
+            layers.append(StackLayer(*_norms(layer), own, stored.k, stored.v, kind_of[index], *packed))
         config, scale = decoder.config, decoder.embedding.scale
         shape = StackShape(
             decoder.embedding.dtype,
@@ -95,10 +105,45 @@ class FusedDecoder:
                 wanted.append(row)
         groups = []
         for group, spec in enumerate(self._specs):
-            tables = [_table(item, group) for item in step]
+            tables = [self._table(item, group) for item in step]
             groups.append(single_queries(places, tables, spec))
         logits = self._stack.run(ids, wanted, groups)
+        for group in self._attention.open_shelf:
+            self._seal(step, group)
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def _table(self, item: Scheduled, group: int) -> list[int]:
+        """A request's blocks; where full ones are packed, these and then the open one, which its token goes to."""
+        assert item.request.sequence is not None
+        table = item.request.sequence.tables[group]
+        shelf = self._attention.open_shelf.get(group)
+        if shelf is None:
+            return table
+        last = item.start // self._specs[group].block_size
+        return [*table[:last], item.request.sequence.tables[shelf][last]]
+
+    def _seal(self, step: Sequence[Scheduled], group: int) -> None:
+        """Packs the blocks that the step has filled."""
+        size, shelf = self._specs[group].block_size, self._attention.open_shelf[group]
+        sealed, opened = self._attention.pools[group], self._attention.pools[shelf]
+        assert isinstance(sealed, PackedPool)
+        blocks, sources = [], []
+        for item in step:
+            if (item.start + 1) % size == 0:
+                assert item.request.sequence is not None
+                tables = item.request.sequence.tables
+                blocks.append(tables[group][item.start // size])
+                sources.append(tables[shelf][item.start // size])
+        if blocks:
+            index = torch.tensor(sources)
+            sealed.seal_all(torch.tensor(blocks), opened.k.index_select(1, index), opened.v.index_select(1, index))
+
+
+def _open_pool(attention: CachedAttention, group: int) -> KVPool:
+    """Where a group's tokens are written: its own pool, or that of its open blocks."""
+    pool = attention.pools[attention.open_shelf.get(group, group)]
+    assert isinstance(pool, KVPool)
+    return pool
 
 
 def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
@@ -111,7 +156,7 @@ def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
         if key not in number:
             number[key] = len(kinds)
             pool = attention.pools[where.group]
-            stored, moves = pool.layers[where.index], pool.spec.sinks_move_from
+            stored, moves = _open_pool(attention, where.group).layers[where.index], pool.spec.sinks_move_from
             kinds.append(
                 LayerKind(
                     where.rope.frequencies,
@@ -121,15 +166,25 @@ def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
                     stored.k,
                     stored.v,
                     where.group,
+                    _packed_kind(pool) if isinstance(pool, PackedPool) else None,
                 )
             )
         kind_of.append(number[key])
     return kinds, kind_of
 
 
-def _table(item: Scheduled, group: int) -> list[int]:
-    assert item.request.sequence is not None
-    return item.request.sequence.tables[group]
+def _packed_kind(pool: PackedPool) -> PackedKind:
+    def part(name: Part, codec: str, num_bytes: int) -> tuple[int, int, int, int]:
+        if not is_packed(codec):
+            return 0, 0, 1, num_bytes
+        layout = packed_layout(name, codec, pool.spec.block_size, pool.spec.head_dim)
+        return layout.bits, int(layout.by_channel), layout.group, num_bytes
+
+    return PackedKind(
+        pool.num_blocks,
+        part("key", pool.spec.key_codec, pool.k.shape[-1]),
+        part("value", pool.spec.value_codec, pool.v.shape[-1]),
+    )
 
 
 def _bind_table(native: Kernels, embedding: Embedding) -> NativeProduct | None:

@@ -149,8 +149,19 @@ class Stack:
     ) -> None:
         """What layers have in common: `count` fp64 frequencies and the scaling of their cosines; dtypes of K and V."""
 
+    def pack_kind(self, num_blocks: int, keys: tuple[int, int, int, int], values: tuple[int, int, int, int], /) -> None:
+        """How the last kind packs full blocks: bits, by channel or not, channels of a scale, bytes of a head."""
+
     def add_layer(
-        self, norms: tuple[int, ...], products: tuple[Product, ...], keys: int, values: int, kind: int, /
+        self,
+        norms: tuple[int, ...],
+        products: tuple[Product, ...],
+        keys: int,
+        values: int,
+        sealed_keys: int,
+        sealed_values: int,
+        kind: int,
+        /,
     ) -> None:
         """Norms of attention, q, k, after attention, MLP and after it, 0 for none; q, k, v, o, gate, up, down.
 

@@ -50,6 +50,7 @@ class LayerKind:
         sinks_move_from: see `CacheSpec`; `NEVER` where they don't.
         keys, values: the blocks of one such layer, [blocks, Hkv, block_size, D].
         group: the number of the layer group.
+        packed: how full blocks are packed, and how many there are; then `keys` and `values` are the open ones.
     """
 
     frequencies: Tensor
@@ -59,6 +60,18 @@ class LayerKind:
     keys: Tensor
     values: Tensor
     group: int
+    packed: "PackedKind | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKind:
+    """Full blocks that are packed (see `kvine.cache.layout`): how many there are, and for keys and values the bits of a
+    number (0: rows as in an open block), whether scales are by channel, channels of a scale, and a head's bytes.
+    """
+
+    num_blocks: int
+    keys: tuple[int, int, int, int]
+    values: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,8 @@ class StackLayer:
     keys: Tensor  # [blocks, Hkv, block_size, D]
     values: Tensor
     kind: int
+    sealed_keys: Tensor | None = None  # uint8 [blocks, Hkv, bytes], where full blocks are packed
+    sealed_values: Tensor | None = None
 
 
 class NativeStack:
@@ -114,6 +129,8 @@ class NativeStack:
                 (native.dtypes[kind.keys.dtype], native.dtypes[kind.values.dtype]),
                 kind.group,
             )
+            if kind.packed is not None:
+                self._stack.pack_kind(kind.packed.num_blocks, kind.packed.keys, kind.packed.values)
         for layer in layers:
             norms = (layer.attn_norm, layer.q_norm, layer.k_norm, layer.post_attn_norm, layer.mlp_norm)
             self._stack.add_layer(
@@ -121,6 +138,8 @@ class NativeStack:
                 tuple(product.bound for product in layer.products),
                 layer.keys.data_ptr(),
                 layer.values.data_ptr(),
+                0 if layer.sealed_keys is None else layer.sealed_keys.data_ptr(),
+                0 if layer.sealed_values is None else layer.sealed_values.data_ptr(),
                 layer.kind,
             )
 

@@ -323,7 +323,11 @@ class PackedMachine(CacheMachine):
 
     def written(self, start: int, end: int) -> list[tuple[int, int]]:
         sealed = range(start // SIZE * SIZE, end // SIZE * SIZE)
-        begun = range(max(start, end // SIZE * SIZE), end)
+        begun = [
+            position
+            for position in range(start, end)
+            if position // SIZE == end // SIZE or (start % SIZE and position // SIZE == start // SIZE)
+        ]
         return [
             (shelf, position)
             for group in range(len(PACKED))

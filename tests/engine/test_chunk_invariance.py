@@ -27,9 +27,10 @@ def text(length: int, vocabulary: int) -> list[int]:
 def test_the_real_model_gives_the_same_logits_whatever_the_chunk(dtype: str) -> None:
     model = load_model(resolve("smollm2-135m"), dtype=dtype, device="cpu", weights="packed")
     ids = text(150, model.config.vocab_size)
-    whole = logits_of(model, CacheConfig(), ids, 2_048)
-    for chunk in (1, 7, 33, 64):
-        assert torch.equal(logits_of(model, CacheConfig(), ids, chunk), whole), chunk
+    for cache in (CacheConfig(), CacheConfig(kv_dtype="int8"), CacheConfig(kv_dtype="int4-token/int2", window=70)):
+        whole = logits_of(model, cache, ids, 2_048)
+        for chunk in (1, 7, 33, 64):
+            assert torch.equal(logits_of(model, cache, ids, chunk), whole), (cache.kv_dtype, chunk)
 
 
 @pytest.mark.parametrize("path", kernels.available())
@@ -43,7 +44,15 @@ def test_windows_and_sinks_do_not_depend_on_the_chunk(
     source = ModelSource(arch, write_gguf(oracle, folder, "Q4_1"), "gguf", None)
     model = load_model(source, dtype=dtype, device="cpu", weights="packed")
     ids = text(70, model.config.vocab_size)
-    for cache in (CacheConfig(block_size=4), CacheConfig(block_size=3, window=9, sink_tokens=2, sink_rule="in_cache")):
+    caches = (
+        CacheConfig(block_size=4),
+        CacheConfig(block_size=3, window=9, sink_tokens=2, sink_rule="in_cache"),
+        CacheConfig(block_size=4, kv_dtype="int4"),
+        CacheConfig(block_size=3, kv_dtype="int8/int4", window=9, sink_tokens=2, sink_rule="in_cache"),
+        CacheConfig(block_size=8, kv_dtype="fp16/int2"),
+        CacheConfig(block_size=16, kv_dtype="int2-token/exact", window=20),
+    )
+    for cache in caches:
         whole = logits_of(model, cache, ids, 2_048)
         for chunk in (1, 2, 16, 33):
-            assert torch.equal(logits_of(model, cache, ids, chunk), whole), (cache.window, chunk)
+            assert torch.equal(logits_of(model, cache, ids, chunk), whole), (cache.kv_dtype, cache.window, chunk)

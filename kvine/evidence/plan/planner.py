@@ -123,7 +123,7 @@ class Planner:
         return sum(shelf.max_live_blocks(context, chunk, batch) * size for shelf, size in shelves)
 
     def read(self, context: int, batch: int) -> int:
-        """Bytes of K and V that a decode step reads at most, each request its own: an exact block, where others pack."""
+        """Bytes of K and V that a decode step reads at most, each request its own; of packed ones, one exact."""
         total = sum(s.num_visible(context) * n for s, n in zip(self.specs, self.token_sizes, strict=True))
         opened = zip(self.shelves[len(self.specs) :], self.shelf_sizes[len(self.specs) :], strict=True)
         for shelf, size in opened:

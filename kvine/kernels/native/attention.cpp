@@ -98,6 +98,133 @@ class Stretch {
     float *x_, *scores_, *keys_;
 };
 
+// The same where full blocks are packed. What a packed block holds is made fp32 in the nearest cache and read from there,
+// so that sums are those over unpacked blocks.
+class SealedStretch {
+  public:
+    SealedStretch(const Path& path, const Decode& task, const Decode::Request& request, std::int64_t kv_head)
+        : path_(path), task_(task), request_(request), kv_head_(kv_head), stride_(stride_of(path, task.width)),
+          own_((request.length - 1) / task.block_size) {
+        thread_local std::vector<float> kept;
+        Scratch scratch(kept);
+        scratch.reserve(Scratch::rounded(task.group * stride_) + (task.group + 2 * stride_) * kTileKeys);
+        x_ = scratch.take(task.group * stride_);
+        scores_ = scratch.take(task.group * kTileKeys);
+        keys_ = scratch.take(stride_ * kTileKeys);
+        values_ = scratch.take(stride_ * kTileKeys);
+        for (int place = 0; place < kTileKeys; ++place)
+            rows_[place] = reinterpret_cast<const std::byte*>(values_ + place * stride_);
+    }
+
+    void attend(std::int64_t begin, std::int64_t end, const Sums& sums) {
+        const std::int64_t sinks = std::min(task_.sinks, request_.length);
+        read(task_.q_sink ? task_.q_sink : task_.q, begin, std::min(end, sinks), sums);
+        read(task_.q, std::max({begin, sinks, request_.start}), std::min(end, request_.length), sums);
+    }
+
+  private:
+    void read(const std::byte* q, std::int64_t begin, std::int64_t end, const Sums& sums) {
+        if (begin >= end) return;
+        load_queries(task_, q, request_.row, kv_head_, 1, stride_, x_);
+        for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
+            const int first = static_cast<int>(std::max<std::int64_t>(begin - tile, 0));
+            const int last = static_cast<int>(std::min<std::int64_t>(end - tile, kTileKeys));
+            fetch(tile + kTileKeys, std::min(end, tile + 2 * kTileKeys));
+            read_tile(tile, first, last, sums);
+        }
+    }
+
+    void read_tile(std::int64_t tile, int begin, int end, const Sums& sums) {
+        const int panel = static_cast<int>(2 * path_.step);
+        for (int at = begin / panel * panel; at < end; at += panel) {
+            const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
+            for_blocks(tile + at + first, tile + at + last, [&](std::int64_t block, int token, int count, int place) {
+                read_keys(block, token, count, first + place);
+            });
+            path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
+        }
+        for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
+            read_values(block, token, count, values_ + (begin + place) * stride_);
+        });
+        for (std::int64_t head = 0; head < task_.group; ++head) {
+            const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
+                                             sums.greatest[head], sums.sum[head]);
+            if (shrunk != 1.0f)
+                for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;
+        }
+        path_.add[kFp32](scores_, task_.group, stride_, rows_, begin, end, sums.values, {nullptr, 0});
+    }
+
+    // Calls f(position of the block, its first token, tokens, place of the first) for positions begin to end.
+    template <class F>
+    void for_blocks(std::int64_t begin, std::int64_t end, const F& f) const {
+        for (std::int64_t at = begin; at < end;) {
+            const std::int64_t block = at / task_.block_size, next = std::min(end, (block + 1) * task_.block_size);
+            f(block, static_cast<int>(at % task_.block_size), static_cast<int>(next - at), static_cast<int>(at - begin));
+            at = next;
+        }
+    }
+
+    std::int64_t entry(std::int64_t block) const { return task_.tables[request_.table + block]; }
+
+    const std::byte* sealed(const std::byte* all, const kvine::Sealed& part, std::int64_t block) const {
+        return all + (entry(block) * task_.kv_heads + kv_head_) * part.bytes;
+    }
+
+    // The rows of a block that are not packed: all of the own one, and of others what an element-wise codec keeps.
+    const std::byte* row(const std::byte* open, const std::byte* all, const kvine::Sealed& part, DType dtype,
+                         std::int64_t block, int token) const {
+        const std::int64_t size = task_.width * size_of(dtype);
+        if (block != own_) return sealed(all, part, block) + token * size;
+        return open + ((entry(block) * task_.kv_heads + kv_head_) * task_.block_size + token) * size;
+    }
+
+    void read_keys(std::int64_t block, int token, int count, int place) {
+        if (block != own_ && task_.sealed_keys.bits)
+            return path_.unseal_keys(task_.sealed_keys, sealed(task_.sealed_k, task_.sealed_keys, block), token, count,
+                                     place, keys_);
+        // Rows before and behind are those of the first and the last, for whole blocks of places are turned.
+        const std::byte* rows[kTileKeys];
+        const int panel = static_cast<int>(2 * path_.step);
+        for (int p = 0; p < panel; ++p)
+            rows[p] = row(task_.k, task_.sealed_k, task_.sealed_keys, task_.k_dtype, block,
+                          token + std::clamp(p - place, 0, count - 1));
+        turned_.resize(stride_ * panel);
+        path_.turn[task_.k_dtype](rows, place, place + count, task_.width, turned_.data(), {nullptr, 0});
+        for (std::int64_t d = 0; d < task_.width; ++d)
+            std::copy_n(turned_.data() + d * panel + place, count, keys_ + d * panel + place);
+    }
+
+    void read_values(std::int64_t block, int token, int count, float* to) const {
+        if (block != own_ && task_.sealed_values.bits)
+            return path_.unseal_values(task_.sealed_values, sealed(task_.sealed_v, task_.sealed_values, block), token,
+                                       count, stride_, to);
+        for (int i = 0; i < count; ++i) {
+            const std::byte* from = row(task_.v, task_.sealed_v, task_.sealed_values, task_.v_dtype, block, token + i);
+            path_.to_floats[task_.v_dtype](from, to + i * stride_, 0, task_.width);
+        }
+    }
+
+    // Asks memory for the packed blocks of positions begin to end.
+    void fetch(std::int64_t begin, std::int64_t end) const {
+        for_blocks(begin, end, [&](std::int64_t block, int, int, int) {
+            if (block == own_) return;
+            const std::byte *k = sealed(task_.sealed_k, task_.sealed_keys, block);
+            const std::byte *v = sealed(task_.sealed_v, task_.sealed_values, block);
+            for (std::int64_t line = 0; line < task_.sealed_keys.bytes; line += 64) __builtin_prefetch(k + line);
+            for (std::int64_t line = 0; line < task_.sealed_values.bytes; line += 64) __builtin_prefetch(v + line);
+        });
+    }
+
+    const Path& path_;
+    const Decode& task_;
+    const Decode::Request& request_;
+    std::int64_t kv_head_, stride_, own_;
+    float *x_, *scores_, *keys_, *values_;
+    const std::byte* rows_[kTileKeys];
+    std::vector<float> turned_;
+};
+
 }  // namespace
 
 std::int64_t context_bytes(const Decode& task) {
@@ -129,7 +256,11 @@ void decode_in_team(const Path& path, const Decode& task, float* floats) {
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads, within = i - first[r];
         const std::int64_t stretch = stretch_of(task.requests[r].length), begin = within % per_head * stretch;
         partials[i].clear();
-        Stretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+        if (task.packed) {
+            SealedStretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+        } else {
+            Stretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+        }
         if (whole) write(path, task, partials[i], task.requests[r].row, within);
     }
     if (whole) return;

@@ -69,6 +69,18 @@ struct Write {
     DType dtype, k_dtype, v_dtype;
 };
 
+// How one head's keys or values of a full block are packed, see kvine/cache/layout.py. Without bits they are rows as in an
+// open block.
+struct Sealed {
+    int bits;
+    bool by_channel;                       // scales belong to channels over all tokens, else to tokens over groups of channels
+    std::int64_t group;                    // channels that share a scale
+    std::int64_t block_size, width, bytes;
+
+    std::int64_t code_bytes() const { return block_size * width * bits / 8; }
+    std::int64_t num_groups() const { return by_channel ? width : block_size * (width / group); }
+};
+
 // Attention of requests with one query each: softmax(q Kᵀ * scale) V over what it may see of its own blocks.
 struct Decode {
     struct Request {
@@ -87,6 +99,12 @@ struct Decode {
     std::int64_t sinks;    // so many first keys are seen whatever the window
     float scale, softcap;  // a score s becomes c * tanh(s / c); a cap of 0 is none
     DType dtype, k_dtype, v_dtype;
+
+    // Where full blocks are packed, k and v hold the open ones: a block table's last entry names one of these, and all
+    // before it packed ones, [blocks, kv_heads, bytes].
+    bool packed = false;
+    Sealed sealed_keys{}, sealed_values{};
+    const std::byte *sealed_k = nullptr, *sealed_v = nullptr;
 };
 
 // Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits.
@@ -241,6 +259,9 @@ struct Path {
     void (*widen[kNumDTypes])(const std::byte* const* rows, int begin, int end, std::int64_t width, float* values);
     void (*add[kNumDTypes])(const float* weights, std::int64_t count, std::int64_t width, const std::byte* const* rows,
                             int begin, int end, float* sums, const Ahead& ahead);  // [count, stride]
+    // Keys of tokens of a packed block, side by side as `turn` lays them, from a place of a panel on; and values, as rows.
+    void (*unseal_keys)(const Sealed&, const std::byte* block, int first, int count, int place, float* keys);
+    void (*unseal_values)(const Sealed&, const std::byte* block, int first, int count, std::int64_t stride, float* values);
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);

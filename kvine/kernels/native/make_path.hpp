@@ -7,6 +7,7 @@
 #include "multiply.hpp"
 #include "multiply_packed.hpp"
 #include "row_loops.hpp"
+#include "sealed.hpp"
 
 namespace {
 
@@ -38,6 +39,8 @@ constexpr kvine::Path make_path(const char* name) {
         score<Lanes>,
         {widen_rows<Lanes, Fp32>, widen_rows<Lanes, Bf16>, widen_rows<Lanes, Fp16>},
         {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},
+        unseal_keys<Lanes>,
+        unseal_values<Lanes>,
         weigh<Lanes>,
         {quantize<Fp32>, quantize<Bf16>, quantize<Fp16>},
         {multiply_packed<PackedLanes, kvine::k8Bit>, multiply_packed<PackedLanes, kvine::k4Bit>,

@@ -194,15 +194,29 @@ void add_kind(Stack& stack, std::uintptr_t frequencies, std::int64_t count, doub
                            block_size, num_blocks, checked(k_dtype), checked(v_dtype), group});
 }
 
+// How the last kind's full blocks are packed: for keys and for values bits, whether by channel, channels that share a
+// scale, and bytes of a head.
+void pack_kind(Stack& stack, std::int64_t num_blocks, const std::array<std::int64_t, 4>& keys,
+               const std::array<std::int64_t, 4>& values) {
+    if (stack.kinds.empty()) throw nb::index_error("no such kind of layers");
+    Kind& kind = stack.kinds.back();
+    const auto sealed = [&](const std::array<std::int64_t, 4>& part) {
+        return Sealed{static_cast<int>(part[0]), part[1] != 0, part[2], kind.block_size, stack.width, part[3]};
+    };
+    kind.packed = true, kind.num_sealed = num_blocks;
+    kind.sealed_keys = sealed(keys), kind.sealed_values = sealed(values);
+}
+
 // `norms` and `products` are in the order of Layer's fields.
 void add_layer(Stack& stack, const std::array<std::uintptr_t, 6>& norms,
                const std::array<const BoundProduct*, 7>& products, std::uintptr_t keys, std::uintptr_t values,
-               std::size_t kind) {
+               std::uintptr_t sealed_keys, std::uintptr_t sealed_values, std::size_t kind) {
     if (kind >= stack.kinds.size()) throw nb::index_error("no such kind of layers");
     const auto norm = [&](int i) { return norms[i] ? floats_at(norms[i]) : nullptr; };
     const auto weight = [&](int i) { return products[i]->weight; };
     stack.layers.push_back({norm(0),   norm(1),   norm(2),   norm(3),   norm(4),   norm(5),      weight(0),    weight(1),
-                            weight(2), weight(3), weight(4), weight(5), weight(6), into(keys), into(values), kind});
+                            weight(2), weight(3), weight(4), weight(5), weight(6), into(keys), into(values), at(sealed_keys),
+                            at(sealed_values), kind});
 }
 
 // `plan` is int64: the tokens' ids, the wanted rows, and then, where `groups` say, each group's part (see decode_at).
@@ -218,8 +232,17 @@ void run_stack(const Stack& stack, std::uintptr_t plan, std::int64_t rows, std::
     for (const Kind& kind : stack.kinds) {
         if (kind.group >= groups.size()) throw nb::index_error("no such group");
         const Decode attention = attention_of(stack, kind, step);
-        for (const auto* request = attention.requests; request != attention.requests + rows; ++request)
-            check_blocks(attention, attention.tables + request->table, request->start, request->length, kind.num_blocks);
+        for (const auto* request = attention.requests; request != attention.requests + rows; ++request) {
+            const std::int64_t* table = attention.tables + request->table;
+            if (!kind.packed) {
+                check_blocks(attention, table, request->start, request->length, kind.num_blocks);
+                continue;
+            }
+            const std::int64_t last = (request->length - 1) / kind.block_size, own = table[last];
+            if (own < 0 || own >= kind.num_blocks) throw nb::index_error("no such block in the cache");
+            if (last > 0) check_blocks(attention, table, std::min(request->start, last * kind.block_size),
+                                       last * kind.block_size, kind.num_sealed);
+        }
     }
     run(true, [&] { run(stack, step, num_threads); });
 }
@@ -293,7 +316,7 @@ NB_MODULE(_native, m) {
         .def("prefill", &prefill_at)
         .def("stack", &make_stack);
     nb::class_<BoundProduct>(m, "Product").def("__call__", &BoundProduct::operator());
-    nb::class_<Stack>(m, "Stack").def("add_kind", &add_kind).def("add_layer", &add_layer).def("run", &run_stack);
+    nb::class_<Stack>(m, "Stack").def("add_kind", &add_kind).def("pack_kind", &pack_kind).def("add_layer", &add_layer).def("run", &run_stack);
     m.attr("SILU") = static_cast<int>(Gated::kSilu);
     m.attr("GELU_TANH") = static_cast<int>(Gated::kGeluTanh);
     m.def("cos_sin", &cos_sin_at);

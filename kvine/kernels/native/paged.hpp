@@ -136,7 +136,7 @@ inline void load_queries(const Decode& task, const std::byte* q, std::int64_t ro
 inline void write(const Path& path, const Decode& task, const Sums& all, std::int64_t row, std::int64_t kv_head) {
     thread_local std::vector<float> result;
     result.resize(all.stride);
-    const int* order = path.order[task.v_dtype];
+    const int* order = path.order[task.packed ? kvine::kFp32 : task.v_dtype];  // packed values are not widened from theirs
     for (std::int64_t r = 0; r < all.rows; ++r) {
         for (std::int64_t step = 0; step < all.stride; step += path.step)
             for (std::int64_t i = 0; i < path.step; ++i)

@@ -189,6 +189,7 @@ class Step {
         Decode task = place.attention;
         task.q = turned_q_, task.q_sink = place.sinks_moved ? sink_q_ : nullptr, task.y = attended_;
         task.k = layer.keys, task.v = layer.values;
+        task.sealed_k = layer.sealed_keys, task.sealed_v = layer.sealed_values;
         decode_in_team(path_, task, partials_);
         prepare(attended_, {&layer.o}, rows_, own_rows);
         meet_with_rows();
@@ -318,6 +319,7 @@ Decode attention_of(const Stack& stack, const Kind& kind, const StackStep& step)
     task.block_size = kind.block_size, task.sinks = kind.sinks;
     task.scale = stack.scale, task.softcap = stack.softcap;
     task.dtype = stack.dtype, task.k_dtype = kind.k_dtype, task.v_dtype = kind.v_dtype;
+    task.packed = kind.packed, task.sealed_keys = kind.sealed_keys, task.sealed_values = kind.sealed_values;
     return task;
 }
 

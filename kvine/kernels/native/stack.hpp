@@ -21,6 +21,7 @@ struct Layer {
     const float *attn_norm, *q_norm, *k_norm, *post_attn_norm, *mlp_norm, *post_mlp_norm;
     Weight q, k, v, o, gate, up, down;
     std::byte *keys, *values;  // see Decode
+    const std::byte *sealed_keys, *sealed_values;  // of full blocks where they are packed, or null
     std::size_t kind;
 };
 
@@ -32,6 +33,9 @@ struct Kind {
     std::int64_t block_size, num_blocks;
     DType k_dtype, v_dtype;
     std::size_t group;  // of layers that share block tables
+    bool packed = false;  // see Decode
+    Sealed sealed_keys{}, sealed_values{};
+    std::int64_t num_sealed = 0;
 };
 
 struct Stack {
