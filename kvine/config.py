@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal
 
 from kvine.errors import ConfigError
@@ -15,6 +16,7 @@ BACKENDS = ("auto", "native", "sdpa", "reference")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 
+LEAST_CACHE_SIZE = 2**20  # of a folder of blocks
 MOST_TOKENS = 2**31 - 1  # more than any text; positions and masks stay far from overflow
 MOST_STEP_TOKENS = 2**62  # a cache-free step takes a text of any length at once
 
@@ -109,6 +111,9 @@ class CacheConfig:
         sink_rule: `absolute` keeps the sinks at their true distance; `in_cache` counts distances inside the cache, as
             StreamingLLM does, so that generation may go on past the model's context.
         prefix_caching: whether finished blocks are kept for later requests that begin with the same tokens.
+        cache_dir: a folder in which full blocks are kept on disk too, for when memory is short and for later processes.
+        cache_size: most bytes that the folder takes, or a text such as `2GiB`; at least 1 MiB. None: what was last said
+            of that folder, and of a new one 2 GiB.
     """
 
     block_size: int = 32
@@ -118,6 +123,8 @@ class CacheConfig:
     sink_tokens: int = 0
     sink_rule: SinkRule = "absolute"
     prefix_caching: bool = True
+    cache_dir: str | PathLike[str] | None = None
+    cache_size: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_whole("block_size", self.block_size, 1)
@@ -128,6 +135,13 @@ class CacheConfig:
             raise ConfigError(f"prefix_caching is {self.prefix_caching!r}: give True or False.")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+        if self.cache_size is not None and parse_bytes(self.cache_size) < LEAST_CACHE_SIZE:
+            raise ConfigError(f"A cache_size of {self.cache_size!r} is too small to be of use: give at least 1MiB.")
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, str | PathLike) or not str(self.cache_dir):
+                raise ConfigError(f"cache_dir is {self.cache_dir!r}: give the path of a folder.")
+            if not self.prefix_caching:
+                raise ConfigError("A cache_dir keeps blocks for later requests: leave prefix_caching on, or it out.")
         self.codecs  # noqa: B018  # refuses unknown ones
         if self.sink_tokens and self.window is None:
             raise ConfigError("Sinks need a window: without one every token stays visible. Give window as well.")

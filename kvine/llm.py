@@ -175,6 +175,17 @@ class LLM:
         self.lock = self.parts.runner.lock  # held by whoever changes an engine
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
         self._forgotten: list[tuple[Engine, int]] = []
+        tier = self.parts.manager.tier
+        self._close_store = None if tier is None else weakref.finalize(self, tier.close)  # at the latest at exit
+
+    def close(self) -> None:
+        """Writes to `cache_dir` what is not there yet, and lets go of the folder. Otherwise the LLM goes on as it is.
+
+        The end of the process does this too.
+        """
+        if self._close_store is not None:
+            with self.lock:
+                self._close_store()
 
     # -- text in, text out --------------------------------------------------------------------------------------------
 

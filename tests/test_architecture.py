@@ -20,6 +20,8 @@ WITHOUT_TORCH = (
     "kvine.cache.spec",
     "kvine.cache.blocks",
     "kvine.cache.manager",
+    "kvine.cache.tier",
+    "kvine.cache.disk",
     "kvine.models.config",
     "kvine.models.packing",
     "kvine.toy",

@@ -13,6 +13,7 @@ from kvine.cache.prefix import Node, PrefixIndex, common_prefix
 from kvine.cache.sequence import MISSING, CachedSequence
 from kvine.cache.shelf import shelves_of
 from kvine.cache.spec import CacheSpec
+from kvine.cache.store import Tier
 
 __all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
 
@@ -70,6 +71,7 @@ class CacheManager:
         self._sequences: set[CachedSequence] = set()
         self._pinned_sources: list[tuple[int, int]] = []
         self.num_releases = 0
+        self.tier: Tier | None = None  # where blocks go and come back from, if there is such a place
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,8 @@ class CacheManager:
         root.pins += 1
         self._sequences.add(sequence)
         if self.prefix_caching and len(tokens) > 1:
+            if self.tier is not None:
+                self.tier.recall(root, tokens)
             self._attach(sequence, tokens)
         return sequence
 
@@ -228,6 +232,8 @@ class CacheManager:
                 self._publish(sequence, node, block)  # stands in for another's equal block that was evicted meanwhile
             if keep_tail:
                 self._publish_tail(sequence)
+            if self.tier is not None:
+                self.tier.keep(sequence.path)
         self._sequences.remove(sequence)
         self._release_from(sequence, 0)
         self._cut_path(sequence, 0)
@@ -279,6 +285,8 @@ class CacheManager:
         return pool.take()
 
     def _evict(self, shelf: int, block: int) -> None:
+        if self.tier is not None:
+            self.tier.keep_block(shelf, block)
         self.index.prune(self.pools[shelf].evict(block, shelf))
         self.num_evictions += 1
 

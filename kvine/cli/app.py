@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from kvine import __version__
 from kvine.cli.bench import bench
+from kvine.cli.cache import cache
 from kvine.cli.chat import chat
 from kvine.cli.eval import evaluate
 from kvine.cli.experiment import experiment
@@ -82,6 +83,7 @@ app.command()(explain)
 app.command()(bench)
 app.command("eval")(evaluate)
 app.add_typer(experiment, name="experiment")
+app.add_typer(cache, name="cache")
 
 
 def _warnings_shown() -> Callable[..., None]:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from click import get_current_context
+
 from kvine.cli.options import CacheOptions, ModelOptions
 from kvine.cli.terminal import ended_by_interrupt, waiting
 
@@ -26,7 +28,7 @@ def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
         with ended_by_interrupt():
             from kvine.llm import LLM
 
-        return LLM(
+        llm = LLM(
             source,
             device=model.device,
             dtype=model.dtype,
@@ -35,3 +37,7 @@ def open_llm(model: ModelOptions, cache: CacheOptions) -> "LLM":
             engine=engine_config,
             threads=model.threads,
         )
+    context = get_current_context(silent=True)
+    if context is not None:
+        context.call_on_close(llm.close)  # what the folder of --cache-dir does not hold yet is written then
+    return llm

@@ -70,8 +70,8 @@ def _sampling(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Sampling", **more)
 
 
-def _cache(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Cache", show_default=True)
+def _cache(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Cache", show_default=True, **more)
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,10 @@ class CacheOptions:
     no_prefix_caching: Annotated[
         bool, _cache("Keep nothing for later requests that begin alike.", "--no-prefix-caching")
     ] = False
+    cache_dir: Annotated[
+        str | None, _cache("Keep what was computed in this folder too, for later processes.", metavar="FOLDER")
+    ] = None
+    cache_size: Annotated[str | None, _cache("Most that the folder takes; at first 2GiB, then as it was.")] = None
     max_step_tokens: Annotated[int, _cache("Tokens in one model call; longer prompts are read in chunks.")] = (
         EngineConfig.max_step_tokens
     )
@@ -198,6 +202,8 @@ class CacheOptions:
             sink_tokens=self.sinks,
             sink_rule=self.sink_rule,  # type: ignore[arg-type]  # checked there
             prefix_caching=not self.no_prefix_caching,
+            cache_dir=self.cache_dir,
+            cache_size=self.cache_size,
         )
         return cache, EngineConfig(max_step_tokens=self.max_step_tokens, backend=self.backend)
 

@@ -12,12 +12,15 @@ from kvine.attention.dense import BlockLoss, DenseAttention, DenseLayer
 from kvine.attention.native import NativeBackend
 from kvine.attention.reference import ReferenceBackend
 from kvine.attention.sdpa import SdpaBackend
+from kvine.cache.block_bytes import PoolBytes
+from kvine.cache.disk_folder import disk_store
 from kvine.cache.hashing import namespace_key
 from kvine.cache.manager import CacheManager
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
 from kvine.cache.shelf import SealedShelf, shelves_of
 from kvine.cache.spec import CacheSpec
+from kvine.cache.tier import StoreTier
 from kvine.config import CacheConfig, EngineConfig, parse_bytes
 from kvine.engine.engine import Engine, EngineParts
 from kvine.engine.fused import FusedDecoder
@@ -79,6 +82,9 @@ def standard_parts(
         scale=model.config.attention_scale,
         softcap=model.config.attention_softcap,
     )
+    if cache.cache_dir is not None:
+        label = f"{model.path.name}, {dtype}, K/V {cache.kv_dtype}"
+        manager.tier = StoreTier(manager, PoolBytes(pools), disk_store(cache.cache_dir, cache.cache_size), label)
     endless = all(spec.window is not None for spec in specs) and cache.sink_rule == "in_cache"
     return EngineParts(
         manager,

@@ -195,6 +195,8 @@ class Engine:
             if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
                 self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
         call = self._call(step, began)
+        if self.manager.tier is not None:
+            self.manager.tier.computed(sum(item.count for item in step), call.ms / 1e3)
         self._pending += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
         self.parts.runner.give_back()
         return call
