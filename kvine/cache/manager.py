@@ -81,27 +81,36 @@ class CacheManager:
         """Bytes of K and V in the blocks of one sequence."""
         return sum(len(sequence.held(group)) * pool.bytes_per_block for group, pool in enumerate(self.pools))
 
-    def fits_ever(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an empty cache."""
-        needs = [spec.max_live_blocks(num_tokens, chunk) for spec in self.specs]
+    def fits_ever(self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0) -> bool:
+        """Whether sequences of num_tokens tokens, computed at most `chunk` at a time, fit an empty cache.
+
+        They are forks of one, with num_shared tokens in common.
+        """
+        needs = [spec.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) for spec in self.specs]
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
         return sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True)) <= self.budget
 
-    def max_chunk(self, num_tokens: int, most: int) -> int:
-        """Most tokens a step may compute of a sequence that grows to num_tokens, at most `most`; 0 if it fits never."""
-        if self.fits_ever(num_tokens, most):
+    def max_chunk(self, num_tokens: int, most: int, num_sequences: int = 1, num_shared: int = 0) -> int:
+        """Most tokens a step may compute of sequences that grow to num_tokens, at most `most`; 0 if they never fit."""
+        if self.fits_ever(num_tokens, most, num_sequences, num_shared):
             return most
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits_ever(num_tokens, middle) else (low, middle)
+            fits = self.fits_ever(num_tokens, middle, num_sequences, num_shared)
+            low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
-        """Whether `sequence` could grow to num_tokens tokens with what is free or cached now."""
+    def fits_now(
+        self, sequence: CachedSequence, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0
+    ) -> bool:
+        """Whether `sequence`, and forks of it, could grow to num_tokens tokens with what is free or cached now."""
         needs = [
-            max(0, spec.max_live_blocks(num_tokens, chunk) - len(sequence.held(group)))
+            max(
+                0,
+                spec.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) - len(sequence.held(group)),
+            )
             for group, spec in enumerate(self.specs)
         ]
         return self._room_for(needs)
@@ -133,10 +142,13 @@ class CacheManager:
         begun = [
             (pool, table[last]) for pool, table in zip(self.pools, sequence.tables, strict=True) if last < len(table)
         ]
-        copied = [not pool.writable(block) for pool, block in begun] or [False] * len(self.pools)
+        # A pending copy is made before anything is written, so that whoever is left with its source may write there.
+        pinned = [self._pinned_sources.count((group, block)) for group, (_, block) in enumerate(begun)]
+        copied = [not pool.writable(block, n) for (pool, block), n in zip(begun, pinned, strict=True)]
+        copied = copied or [False] * len(self.pools)
         if not self._room_for([more + copy for copy in copied]):
             # Where there is no room for a copy, a block that is only found through the index is taken out of it.
-            copied = [pool.references[block] > 1 for pool, block in begun] or copied
+            copied = [pool.references[b] - n > 1 for (pool, b), n in zip(begun, pinned, strict=True)] or copied
             if not self._room_for([more + copy for copy in copied]):
                 return False
         for group, table in enumerate(sequence.tables):

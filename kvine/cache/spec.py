@@ -100,6 +100,15 @@ class CacheSpec:
 
         return max(most(num_sequences, chunk), (num_sequences - 1) * most(1, 1) + most(1, chunk))
 
+    def max_forked_blocks(self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int) -> int:
+        """`max_live_blocks` of forks of one sequence, which share the blocks that their first num_shared tokens fill.
+
+        Each of them takes a token in a step whatever the chunk.
+        """
+        apart = self.max_live_blocks(num_tokens, max(chunk, num_sequences), num_sequences)
+        shared = min(num_shared, num_tokens) // self.block_size
+        return min(apart, shared + num_sequences * (self.num_blocks(num_tokens) - shared))
+
     def num_visible(self, num_tokens: int) -> int:
         """Tokens that the last query of a sequence of num_tokens tokens reads, itself included."""
         if self.window is None or num_tokens <= self.window:
