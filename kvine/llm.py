@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, overload
 
 import numpy as np
@@ -20,11 +21,10 @@ from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
 from kvine.formats.gguf import GGUFFile
-from kvine.generation import Generation, Timings, Usage
+from kvine.generation import ChoiceInProgress, Generation, Timings, Usage
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
-from kvine.sampling.sampler import Sample
 from kvine.text.stream import TextStream
 from kvine.text.tokenizer import load_tokenizer
 
@@ -40,14 +40,20 @@ class TextGeneration(Iterator[str]):
         self._engine = engine
         self._params = params
         self._prompt_ids = prompt_ids
-        self._text = TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens)
-        self._samples: list[Sample] = []
+        self._choices = [
+            ChoiceInProgress(TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens))
+            for _ in range(params.num_lines)
+        ]
+        self._text = self._choices[0].text
         self._last: Event | None = None
         self._cancelled = False
         self._began = time.perf_counter()
-        self._first = self._latest = self._began
+        self._first: float | None = None
+        self._latest = self._began
+        self._steps = 0  # that brought tokens
         self._cached_tokens = 0
-        self.request_id = engine.add(prompt_ids, params, stop=self._text)
+        stops = None if params.num_beams > 1 else [choice.text for choice in self._choices]
+        self.request_id = engine.add(prompt_ids, params, stop=stops)
         # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
         weakref.finalize(self, llm._forgotten.append, (engine, self.request_id)).atexit = False
 
@@ -74,27 +80,28 @@ class TextGeneration(Iterator[str]):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens generated so far."""
-        return [sample.token_id for sample in self._samples]
+        """The tokens generated so far, of the first text if there are several."""
+        return self._choices[0].token_ids
 
     @property
     def result(self) -> Generation:
         """The outcome; generates the rest first if need be. Raises what ended the request, if something went wrong."""
         for _ in self:
             pass
-        assert self._last is not None and self._last.finish_reason is not None
-        decoded = len(self._samples) - 1
+        choices = [c.choice(logprobs=self._params.logprobs is not None) for c in self._choices if c.last is not None]
+        main, first = choices[0], self._began if self._first is None else self._first
         return Generation(
-            text=self._text.text,
-            token_ids=self.token_ids,
-            finish_reason=self._last.finish_reason,
-            detail=self._last.detail,
-            logprobs=self._samples if self._params.logprobs is not None else None,
+            text=main.text,
+            token_ids=main.token_ids,
+            finish_reason=main.finish_reason,
+            detail=main.detail,
+            logprobs=main.logprobs,
             prompt_ids=self._prompt_ids,
-            usage=Usage(len(self._prompt_ids), self._cached_tokens, len(self._samples)),
+            usage=Usage(len(self._prompt_ids), self._cached_tokens, sum(len(c.token_ids) for c in choices)),
             timings=Timings(
-                self._first - self._began, (self._latest - self._first) / decoded * 1e3 if decoded > 0 else 0.0
+                first - self._began, (self._latest - first) / (self._steps - 1) * 1e3 if self._steps > 1 else 0.0
             ),
+            choices=choices,
         )
 
     def close(self) -> None:
@@ -110,16 +117,24 @@ class TextGeneration(Iterator[str]):
         """Has the request end before its next model call. For a signal handler, which must not `close` in mid-step."""
         self._cancelled = True
 
-    def receive(self, event: Event) -> None:
+    def receive(self, events: Sequence[Event]) -> None:
         """Takes what a step has brought for this request."""
-        if event.sample is not None:
+        if any(event.sample or event.hypothesis or event.finish_reason is None for event in events):
+            self._steps += 1
             self._latest = time.perf_counter()
-            if not self._samples:
+            if self._first is None:
                 self._first = self._latest
-                self._cached_tokens = event.cached_tokens
-            self._samples.append(event.sample)
-        if event.finish_reason is not None:
-            self._last = event
+                self._cached_tokens = events[0].cached_tokens
+        for event in events:
+            self._choices[event.index].receive(event)
+            if event.finish_reason is not None and not event.more:
+                self._end(event)
+
+    def _end(self, event: Event) -> None:
+        self._last = event
+        if event.hypothesis is None:  # the end of all; a beam search may have found fewer texts than beams
+            for choice in self._choices:
+                choice.last = choice.last or event
 
 
 class LLM:
@@ -230,8 +245,12 @@ class LLM:
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True) -> TextGeneration:
-        """Generates from one prompt; iterate over the return value for the text as it comes."""
-        return self._start(self.encode(prompt), params, use_cache)
+        """Generates from one prompt; iterate over the return value for the text as it comes.
+
+        Raises:
+            RequestError: as `generate`, and for several texts of one prompt, which no single stream can show.
+        """
+        return self._start(self.encode(prompt), _of_one_text(params), use_cache)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True) -> Generation:
         """Answers a conversation, written with the model's own chat template.
@@ -244,13 +263,13 @@ class LLM:
         Raises:
             RequestError: if the model has no chat template or the template refuses the messages.
         """
-        return self.stream_chat(messages, params, use_cache=use_cache).result
+        return self._start(self.encode_chat(messages), params, use_cache).result
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True
     ) -> TextGeneration:
-        """Like `chat`, as it comes."""
-        return self._start(self.encode_chat(messages), params, use_cache)
+        """Like `chat`, as it comes; of one text, see `stream`."""
+        return self._start(self.encode_chat(messages), _of_one_text(params), use_cache)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
@@ -376,11 +395,11 @@ class LLM:
         self._deliver(engine, engine.take_pending())
 
     def _deliver(self, engine: Engine, events: Sequence[Event]) -> None:
-        for event in events:
-            key = (id(engine), event.request_id)
+        for request_id, own in groupby(events, key=lambda event: event.request_id):
+            key = (id(engine), request_id)
             if (request := self._live.get(key)) is not None:
-                request.receive(event)
-                if event.finish_reason is not None:
+                request.receive(brought := list(own))
+                if brought[-1].finish_reason is not None and not brought[-1].more:
                     self._live.pop(key, None)
 
 
@@ -391,3 +410,13 @@ def _is_one_prompt(prompts: Any) -> bool:
     if not isinstance(prompts, Sequence | np.ndarray | Tensor):
         raise RequestError(f"Give a prompt (a text or a list of token ids) or a list of prompts, not {prompts!r}.")
     return len(prompts) > 0 and not isinstance(prompts[0], str | Sequence) and np.ndim(prompts[0]) == 0
+
+
+def _of_one_text(params: SamplingParams | None) -> SamplingParams | None:
+    if isinstance(params, SamplingParams) and params.num_lines > 1:
+        asked = f"num_beams={params.num_beams}" if params.num_beams > 1 else f"n={params.n}"
+        raise RequestError(
+            f"A stream shows one text as it comes, and {asked} asks for several, of which beams are known at the end "
+            "only: use generate or chat, whose result has them in choices."
+        )
+    return params

@@ -83,12 +83,9 @@ class BlockPool:
         self._free(block)
         return node
 
-    def writable(self, block: int, pinned: int = 0) -> bool:
-        """Whether a sequence that holds the block may write to it: it alone holds it and nobody can find it.
-
-        `pinned` references are those of copies that are made before anything is written.
-        """
-        return self.references[block] - pinned == 1 and block not in self.node_of
+    def writable(self, block: int) -> bool:
+        """Whether a sequence that holds the block may write to it: it alone holds it and nobody can find it."""
+        return self.references[block] == 1 and block not in self.node_of
 
     def check(self) -> None:
         """Asserts that each block is in exactly one state and that the counts add up."""

@@ -142,13 +142,12 @@ class CacheManager:
         begun = [
             (pool, table[last]) for pool, table in zip(self.pools, sequence.tables, strict=True) if last < len(table)
         ]
-        # A pending copy is made before anything is written, so that whoever is left with its source may write there.
-        pinned = [self._pinned_sources.count((group, block)) for group, (_, block) in enumerate(begun)]
-        copied = [not pool.writable(block, n) for (pool, block), n in zip(begun, pinned, strict=True)]
+        copied = [not self._writable(group, block) for group, (_, block) in enumerate(begun)]
         copied = copied or [False] * len(self.pools)
         if not self._room_for([more + copy for copy in copied]):
             # Where there is no room for a copy, a block that is only found through the index is taken out of it.
-            copied = [pool.references[b] - n > 1 for (pool, b), n in zip(begun, pinned, strict=True)] or copied
+            alone = [pool.references[b] - self._pins(group, b) == 1 for group, (pool, b) in enumerate(begun)]
+            copied = [not a for a in alone] or copied
             if not self._room_for([more + copy for copy in copied]):
                 return False
         for group, table in enumerate(sequence.tables):
@@ -266,6 +265,18 @@ class CacheManager:
                 return False
         wanted = sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True))
         return self.bytes_referenced + wanted <= self.budget
+
+    def _pins(self, group: int, block: int) -> int:
+        """How many copies are still to be made of a block."""
+        return self._pinned_sources.count((group, block))
+
+    def _writable(self, group: int, block: int) -> bool:
+        """Whether its one holder may write to a block, copies of it being made before anything is written."""
+        pool = self.pools[group]
+        if pool.writable(block):
+            return True
+        pins = self._pins(group, block)
+        return pins > 0 and pool.references[block] - pins == 1 and block not in pool.node_of
 
     def _take(self, group: int) -> int:
         pool = self.pools[group]

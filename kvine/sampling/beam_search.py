@@ -129,7 +129,7 @@ class BeamSearch:
 
     def _finish(self, candidate: _Candidate, length: int) -> None:
         token_ids = (*self._lines[candidate.parent], candidate.token_id)
-        score = candidate.total / length**self.length_penalty
+        score = candidate.total / float(length) ** self.length_penalty
         self.finished.append(Hypothesis(token_ids, score, candidate.token_id in self.end_ids))
         self.finished.sort(key=lambda h: -h.score)  # stable: of equals the earlier one stays first
         del self.finished[self.num_beams :]
@@ -140,4 +140,5 @@ class BeamSearch:
         if self.early_stopping is True:
             return True
         at_best = self.max_length if self.early_stopping == "never" and self.length_penalty > 0 else length
-        return best_total / at_best**self.length_penalty <= self.finished[-1].score
+        best_score: float = best_total / float(at_best) ** self.length_penalty
+        return best_score <= self.finished[-1].score

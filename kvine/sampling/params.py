@@ -151,7 +151,7 @@ _NUMBERS = (  # name, lowest, highest, the rule in words
     ("length_penalty", -10.0, 10.0, "a number from -10 to 10"),
 )
 
-NOT_WITH_BEAMS = (  # name, the value that is none, why
+NOT_WITH_BEAMS: tuple[tuple[str, Any, str], ...] = (  # name, the value that is none, why
     ("n", 1, "beam search draws no samples, and returns num_beams texts as it is"),
     ("temperature", None, "beam search draws nothing: it takes the most likely texts"),
     ("top_k", None, "beam search draws nothing: it ranks all tokens"),
@@ -172,7 +172,6 @@ def _refuse_with_beams(params: "SamplingParams") -> None:
     for name, none, why in NOT_WITH_BEAMS:
         if not off.get(name, getattr(params, name) == none):
             raise RequestError(f"num_beams={params.num_beams} does not go with {name}: {why}.")
-
 
 
 def _integer(name: str, value: Any, lowest: int, *, or_none: bool = False) -> int:
