@@ -1,8 +1,7 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, overload
 
@@ -21,120 +20,14 @@ from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
 from kvine.formats.gguf import GGUFFile
-from kvine.generation import ChoiceInProgress, Generation, Timings, Usage
+from kvine.generation import Generation, TextGeneration
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
-from kvine.text.stream import TextStream
 from kvine.text.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-class TextGeneration(Iterator[str]):
-    """A running request: iterate for its text as it comes; `result` is complete when the iteration ends."""
-
-    def __init__(self, llm: "LLM", engine: Engine, prompt_ids: list[int], params: SamplingParams) -> None:
-        self._llm = llm
-        self._engine = engine
-        self._params = params
-        self._prompt_ids = prompt_ids
-        self._choices = [
-            ChoiceInProgress(TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens))
-            for _ in range(params.num_lines)
-        ]
-        self._text = self._choices[0].text
-        self._last: Event | None = None
-        self._cancelled = False
-        self._began = time.perf_counter()
-        self._first: float | None = None
-        self._latest = self._began
-        self._steps = 0  # that brought tokens
-        self._cached_tokens = 0
-        stops = None if params.num_beams > 1 else [choice.text for choice in self._choices]
-        self.request_id = engine.add(prompt_ids, params, stop=stops)
-        # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
-        weakref.finalize(self, llm._forgotten.append, (engine, self.request_id)).atexit = False
-
-    def __next__(self) -> str:
-        with self._llm.lock:
-            if piece := self._next_piece():
-                return piece
-        assert self._last is not None
-        if self._last.error is not None:
-            raise self._last.error
-        raise StopIteration
-
-    def _next_piece(self) -> str:
-        while self._last is None:
-            if piece := self._text.take():  # of a step that another thread has made
-                return piece
-            if self._cancelled or not self._engine.busy:
-                self.close()
-                break
-            self._llm._pump(self._engine)
-            if piece := self._text.take():
-                return piece
-        return self._text.finish()
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens generated so far, of the first text if there are several."""
-        return self._choices[0].token_ids
-
-    @property
-    def result(self) -> Generation:
-        """The outcome; generates the rest first if need be. Raises what ended the request, if something went wrong."""
-        for _ in self:
-            pass
-        choices = [c.choice(logprobs=self._params.logprobs is not None) for c in self._choices if c.last is not None]
-        main, first = choices[0], self._began if self._first is None else self._first
-        return Generation(
-            text=main.text,
-            token_ids=main.token_ids,
-            finish_reason=main.finish_reason,
-            detail=main.detail,
-            logprobs=main.logprobs,
-            prompt_ids=self._prompt_ids,
-            usage=Usage(len(self._prompt_ids), self._cached_tokens, sum(len(c.token_ids) for c in choices)),
-            timings=Timings(
-                first - self._began, (self._latest - first) / (self._steps - 1) * 1e3 if self._steps > 1 else 0.0
-            ),
-            choices=choices,
-        )
-
-    def close(self) -> None:
-        """Ends the request now and frees what it holds."""
-        with self._llm.lock:
-            if self._last is None:
-                self._engine.abort(self.request_id)
-                self._llm._drain(self._engine)
-            if self._last is None:  # Ctrl-C between a step and its delivery: no event is coming
-                self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
-
-    def cancel(self) -> None:
-        """Has the request end before its next model call. For a signal handler, which must not `close` in mid-step."""
-        self._cancelled = True
-
-    def receive(self, events: Sequence[Event]) -> None:
-        """Takes what a step has brought for this request."""
-        if any(event.sample or event.hypothesis or event.finish_reason is None for event in events):
-            self._steps += 1
-            self._latest = time.perf_counter()
-            if self._first is None:
-                self._first = self._latest
-                self._cached_tokens = events[0].cached_tokens
-        for event in events:
-            self._choices[event.index].receive(event)
-            if event.finish_reason is not None and not event.more:
-                self._end(event)
-
-    def _end(self, event: Event) -> None:
-        self._last = event
-        if event.hypothesis is None:  # the end of all; a beam search may have found fewer texts than beams
-            for choice in self._choices:
-                choice.last = choice.last or event
 
 
 class LLM:
@@ -188,7 +81,7 @@ class LLM:
         assert isinstance(self.parts.runner, Runner)
         self.lock = self.parts.runner.lock  # held by whoever changes an engine
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
-        self._forgotten: list[tuple[Engine, int]] = []
+        self.forgotten: list[tuple[Engine, int]] = []
 
     # -- text in, text out --------------------------------------------------------------------------------------------
 
@@ -379,22 +272,23 @@ class LLM:
             self._live[id(engine), request.request_id] = request
         return request
 
-    def _pump(self, engine: Engine) -> None:
+    def pump(self, engine: Engine) -> None:
         """One step; hands each event to the request that it belongs to."""
         self._end_forgotten()
-        self._deliver(engine, engine.step())
+        self.deliver(engine, engine.step())
 
     def _end_forgotten(self) -> None:
         """Ends requests whose `TextGeneration` nobody holds any more; finished ones are known to have ended."""
-        while self._forgotten:
-            engine, request_id = self._forgotten.pop()
+        while self.forgotten:
+            engine, request_id = self.forgotten.pop()
             engine.abort(request_id)
 
-    def _drain(self, engine: Engine) -> None:
+    def drain(self, engine: Engine) -> None:
         """Delivers what needs no step, such as the end of an aborted request."""
-        self._deliver(engine, engine.take_pending())
+        self.deliver(engine, engine.take_pending())
 
-    def _deliver(self, engine: Engine, events: Sequence[Event]) -> None:
+    def deliver(self, engine: Engine, events: Sequence[Event]) -> None:
+        """Hands events to the requests that they belong to."""
         for request_id, own in groupby(events, key=lambda event: event.request_id):
             key = (id(engine), request_id)
             if (request := self._live.get(key)) is not None:
