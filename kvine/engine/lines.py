@@ -55,7 +55,8 @@ def turns(step: Sequence[Scheduled], logits: Tensor, sampler: Sampler, eos_ids: 
     draws = {request: _draws(request, own, eos_ids) for request, own in rows.items() if request.search is None}
     drawn_from = [row for own in draws.values() for row, _ in own]
     asked = [sample for own in draws.values() for _, sample in own]
-    outcomes = iter(sampler.sample(logits if len(asked) == len(logits) else logits[drawn_from], asked))
+    drawn = logits if drawn_from == list(range(len(logits))) else logits[drawn_from]
+    outcomes = iter(sampler.sample(drawn, asked))
     return [
         Turn(request, [next(outcomes) for _ in draws[request]])
         if request.search is None

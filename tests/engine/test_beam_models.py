@@ -67,7 +67,9 @@ def test_stop_ids_end_beams_as_eos_does_and_ignore_eos_does_not(plain: Tiny) -> 
     by_eos = beams_of(engine_of(plain, CacheConfig(block_size=4), MANY_ENDS), [SHORT], params)
     stops = replace(params, stop_token_ids=MANY_ENDS)
     same_beams(beams_of(engine_of(plain, CacheConfig(block_size=4), ()), [SHORT], stops), by_eos)
-    ignored = beams_of(engine_of(plain, CacheConfig(block_size=4), MANY_ENDS), [SHORT], replace(params, ignore_eos=True))
+    ignored = beams_of(
+        engine_of(plain, CacheConfig(block_size=4), MANY_ENDS), [SHORT], replace(params, ignore_eos=True)
+    )
     same_beams(ignored, beams_of(engine_of(plain, CacheConfig(block_size=4), ()), [SHORT], params))
     assert ignored != by_eos
 
@@ -143,7 +145,7 @@ def watched(engine: Engine) -> tuple[Engine, Watched]:
 
 
 def test_beams_share_their_past_and_copy_only_the_block_they_write_to(plain: Tiny) -> None:
-    """A prompt of 10 blocks and a half: four beams read ten blocks in common, and never more than one each is copied."""
+    """A prompt of 10 blocks and a half: four beams read ten blocks in common, and copy at most their last ones."""
     prompt = [(7 * n) % 120 + 3 for n in range(42)]
     engine, runner = watched(engine_of(plain, CacheConfig(block_size=4, kv_memory="8MiB"), ()))
     params = SamplingParams(max_tokens=14, num_beams=4)
@@ -171,6 +173,12 @@ def test_beams_end_when_the_context_is_full_and_say_so(tiny: Make) -> None:
     while engine.busy:
         events += engine.step()
     ends = [event for event in events if event.hypothesis is not None]
-    assert [event.finish_reason for event in ends] == ["context"] * 3 and "context of 16 tokens" in (ends[0].detail or "")
+    assert [event.finish_reason for event in ends] == ["context"] * 3 and "context of 16 tokens" in (
+        ends[0].detail or ""
+    )
     assert [len(e.hypothesis.token_ids) for e in ends if e.hypothesis] == [5] * 3
-    assert [(e.request_id, e.index, e.more) for e in ends] == [(request, 0, True), (request, 1, True), (request, 2, False)]
+    assert [(e.request_id, e.index, e.more) for e in ends] == [
+        (request, 0, True),
+        (request, 1, True),
+        (request, 2, False),
+    ]
