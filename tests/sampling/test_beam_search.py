@@ -73,7 +73,7 @@ def test_the_length_penalty_favours_short_or_long(length_penalty: float, first: 
 
 
 def test_when_it_stops() -> None:
-    """The same ends at the first chance, when the best line falls behind, or when it can no longer win at any length."""
+    """At the first chance, when the best line falls behind, or when it can no longer win at any length."""
     lasted: dict[EarlyStopping, int] = {}
     for early_stopping in (True, False, "never"):
         beams = search(early_stopping=early_stopping, max_length=30)
