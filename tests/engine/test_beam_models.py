@@ -16,6 +16,7 @@ from kvine.engine.build import build_engine, dense_attention
 from kvine.engine.cache_free import DenseRunner
 from kvine.engine.engine import Engine
 from kvine.engine.runner import Runner
+from kvine.evidence.traps.catalogue import TRAPS
 from kvine.sampling.params import SamplingParams
 
 Make = Callable[..., tuple[Any, Path]]
@@ -182,3 +183,14 @@ def test_beams_end_when_the_context_is_full_and_say_so(tiny: Make) -> None:
         (request, 1, True),
         (request, 2, False),
     ]
+
+
+def test_a_layer_whose_tables_stay_behind_gives_other_beams(plain: Tiny) -> None:
+    """The proof's own alarm: with the trap lab's fault the same search finds other texts than transformers."""
+    params = SamplingParams(max_tokens=9, num_beams=4)
+    parts = replace(plain.parts(CacheConfig(block_size=4), EngineConfig()), eos_ids=frozenset())
+    healthy = beams_of(build_engine(EngineConfig(), parts), [LONG], params)
+    same_beams(healthy, transformers_beams(plain.oracle, [LONG], params, ()))
+    stale = TRAPS["stale-beam-reorder"].fault(plain.parts(CacheConfig(block_size=4), EngineConfig()))
+    broken = beams_of(build_engine(EngineConfig(), replace(stale, eos_ids=frozenset())), [LONG], params)
+    assert broken != healthy

@@ -90,6 +90,11 @@ def _stale_tables(parts: EngineParts) -> EngineParts:
     return with_batch(attention.StaleTables())(parts)  # each engine has tables of its own to remember
 
 
+def _stale_last_layer(parts: EngineParts) -> EngineParts:
+    stale = attention.StaleTables()
+    return with_step(lambda whole, batch: attention.LastLayerStale(whole, batch, stale))(parts)
+
+
 def _one_short(spec: CacheSpec) -> CacheSpec:
     return spec if spec.window is None else replace(spec, window=spec.window - 1)
 
@@ -233,6 +238,16 @@ _LIST = (
         attention.StaleTables.__call__,
         *_RAGGED,
         "Beam search scores one branch and continues another: greedy text is right, beams read as if cut together.",
+        story="beams",
+    ),
+    _trap(
+        "stale-beam-reorder",
+        _stale_last_layer,
+        attention.LastLayerStale.__call__,
+        "kvine/engine/lines.py",
+        "line.sequence = manager.fork(sequence) if beam.parent in taken else sequence",
+        "Greedy text is right, and so are beams as long as each keeps its place. After a switch one layer reads what "
+        "another beam has said: the text stays fluent, and no beam's score is that of its text any more.",
         story="beams",
     ),
     _trap(
