@@ -119,7 +119,7 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "scale-missing": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP),
         "scale-wrong": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP, _CONFIG),
         "softcap-missing": (_PLAN, _GATHER, _SCORES, _KERNEL, _TILES, _PAGED, _CONFIG),
-        "other-tokens-fed": (_BATCH, Place("kvine/engine/request.py", ("Request.tokens",))),
+        "other-tokens-fed": (_BATCH, Place("kvine/engine/request.py", ("Line.tokens",))),
         "logits-of-another-row": (_BATCH, _COPIES, _LOGITS),
         "blocks-never-released": (_RELEASE, _REFERENCES, Place("kvine/engine/scheduler.py", ("Scheduler._let_go",))),
         "step-fails": (_COPIES, _STEP, _STORAGE),
