@@ -1,8 +1,8 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, overload
 
 import numpy as np
@@ -20,106 +20,14 @@ from kvine.engine.stepped import SteppedCache
 from kvine.errors import ContextLengthError, RequestError
 from kvine.explain import Explanation, explain
 from kvine.formats.gguf import GGUFFile
-from kvine.generation import Generation, Timings, Usage
+from kvine.generation import Generation, TextGeneration
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
-from kvine.sampling.sampler import Sample
-from kvine.text.stream import TextStream
 from kvine.text.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-class TextGeneration(Iterator[str]):
-    """A running request: iterate for its text as it comes; `result` is complete when the iteration ends."""
-
-    def __init__(self, llm: "LLM", engine: Engine, prompt_ids: list[int], params: SamplingParams) -> None:
-        self._llm = llm
-        self._engine = engine
-        self._params = params
-        self._prompt_ids = prompt_ids
-        self._text = TextStream(llm.tokenizer, tuple(params.stop), min_tokens=params.min_tokens)
-        self._samples: list[Sample] = []
-        self._last: Event | None = None
-        self._cancelled = False
-        self._began = time.perf_counter()
-        self._first = self._latest = self._began
-        self._cached_tokens = 0
-        self.request_id = engine.add(prompt_ids, params, stop=self._text)
-        # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
-        weakref.finalize(self, llm._forgotten.append, (engine, self.request_id)).atexit = False
-
-    def __next__(self) -> str:
-        with self._llm.lock:
-            if piece := self._next_piece():
-                return piece
-        assert self._last is not None
-        if self._last.error is not None:
-            raise self._last.error
-        raise StopIteration
-
-    def _next_piece(self) -> str:
-        while self._last is None:
-            if piece := self._text.take():  # of a step that another thread has made
-                return piece
-            if self._cancelled or not self._engine.busy:
-                self.close()
-                break
-            self._llm._pump(self._engine)
-            if piece := self._text.take():
-                return piece
-        return self._text.finish()
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens generated so far."""
-        return [sample.token_id for sample in self._samples]
-
-    @property
-    def result(self) -> Generation:
-        """The outcome; generates the rest first if need be. Raises what ended the request, if something went wrong."""
-        for _ in self:
-            pass
-        assert self._last is not None and self._last.finish_reason is not None
-        decoded = len(self._samples) - 1
-        return Generation(
-            text=self._text.text,
-            token_ids=self.token_ids,
-            finish_reason=self._last.finish_reason,
-            detail=self._last.detail,
-            logprobs=self._samples if self._params.logprobs is not None else None,
-            prompt_ids=self._prompt_ids,
-            usage=Usage(len(self._prompt_ids), self._cached_tokens, len(self._samples)),
-            timings=Timings(
-                self._first - self._began, (self._latest - self._first) / decoded * 1e3 if decoded > 0 else 0.0
-            ),
-        )
-
-    def close(self) -> None:
-        """Ends the request now and frees what it holds."""
-        with self._llm.lock:
-            if self._last is None:
-                self._engine.abort(self.request_id)
-                self._llm._drain(self._engine)
-            if self._last is None:  # Ctrl-C between a step and its delivery: no event is coming
-                self._llm._deliver(self._engine, [Event(self.request_id, finish_reason="abort")])
-
-    def cancel(self) -> None:
-        """Has the request end before its next model call. For a signal handler, which must not `close` in mid-step."""
-        self._cancelled = True
-
-    def receive(self, event: Event) -> None:
-        """Takes what a step has brought for this request."""
-        if event.sample is not None:
-            self._latest = time.perf_counter()
-            if not self._samples:
-                self._first = self._latest
-                self._cached_tokens = event.cached_tokens
-            self._samples.append(event.sample)
-        if event.finish_reason is not None:
-            self._last = event
 
 
 class LLM:
@@ -174,7 +82,7 @@ class LLM:
         assert isinstance(self.parts.runner, Runner)
         self.lock = self.parts.runner.lock  # held by whoever changes an engine
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
-        self._forgotten: list[tuple[Engine, int]] = []
+        self.forgotten: list[tuple[Engine, int]] = []
         tier = self.parts.manager.tier
         self._close_store = None if tier is None else weakref.finalize(self, tier.close)  # at the latest at exit
 
@@ -242,8 +150,12 @@ class LLM:
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True) -> TextGeneration:
-        """Generates from one prompt; iterate over the return value for the text as it comes."""
-        return self._start(self.encode(prompt), params, use_cache)
+        """Generates from one prompt; iterate over the return value for the text as it comes.
+
+        Raises:
+            RequestError: as `generate`, and for several texts of one prompt, which no single stream can show.
+        """
+        return self._start(self.encode(prompt), _of_one_text(params), use_cache)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True) -> Generation:
         """Answers a conversation, written with the model's own chat template.
@@ -256,13 +168,13 @@ class LLM:
         Raises:
             RequestError: if the model has no chat template or the template refuses the messages.
         """
-        return self.stream_chat(messages, params, use_cache=use_cache).result
+        return self._start(self.encode_chat(messages), params, use_cache).result
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True
     ) -> TextGeneration:
-        """Like `chat`, as it comes."""
-        return self._start(self.encode_chat(messages), params, use_cache)
+        """Like `chat`, as it comes; of one text, see `stream`."""
+        return self._start(self.encode_chat(messages), _of_one_text(params), use_cache)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
@@ -372,27 +284,28 @@ class LLM:
             self._live[id(engine), request.request_id] = request
         return request
 
-    def _pump(self, engine: Engine) -> None:
+    def pump(self, engine: Engine) -> None:
         """One step; hands each event to the request that it belongs to."""
         self._end_forgotten()
-        self._deliver(engine, engine.step())
+        self.deliver(engine, engine.step())
 
     def _end_forgotten(self) -> None:
         """Ends requests whose `TextGeneration` nobody holds any more; finished ones are known to have ended."""
-        while self._forgotten:
-            engine, request_id = self._forgotten.pop()
+        while self.forgotten:
+            engine, request_id = self.forgotten.pop()
             engine.abort(request_id)
 
-    def _drain(self, engine: Engine) -> None:
+    def drain(self, engine: Engine) -> None:
         """Delivers what needs no step, such as the end of an aborted request."""
-        self._deliver(engine, engine.take_pending())
+        self.deliver(engine, engine.take_pending())
 
-    def _deliver(self, engine: Engine, events: Sequence[Event]) -> None:
-        for event in events:
-            key = (id(engine), event.request_id)
+    def deliver(self, engine: Engine, events: Sequence[Event]) -> None:
+        """Hands events to the requests that they belong to."""
+        for request_id, own in groupby(events, key=lambda event: event.request_id):
+            key = (id(engine), request_id)
             if (request := self._live.get(key)) is not None:
-                request.receive(event)
-                if event.finish_reason is not None:
+                request.receive(brought := list(own))
+                if brought[-1].finish_reason is not None and not brought[-1].more:
                     self._live.pop(key, None)
 
 
@@ -403,3 +316,13 @@ def _is_one_prompt(prompts: Any) -> bool:
     if not isinstance(prompts, Sequence | np.ndarray | Tensor):
         raise RequestError(f"Give a prompt (a text or a list of token ids) or a list of prompts, not {prompts!r}.")
     return len(prompts) > 0 and not isinstance(prompts[0], str | Sequence) and np.ndim(prompts[0]) == 0
+
+
+def _of_one_text(params: SamplingParams | None) -> SamplingParams | None:
+    if isinstance(params, SamplingParams) and params.num_lines > 1:
+        asked = f"num_beams={params.num_beams}" if params.num_beams > 1 else f"n={params.n}"
+        raise RequestError(
+            f"A stream shows one text as it comes, and {asked} asks for several, of which beams are known at the end "
+            "only: use generate or chat, whose result has them in choices."
+        )
+    return params

@@ -4,28 +4,17 @@ All-or-nothing: an operation that cannot be done in whole changes nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvine.cache.blocks import BlockPool
 from kvine.cache.hashing import HashFunction, digest
 from kvine.cache.invariants import check_index, check_references, check_sequence
 from kvine.cache.prefix import Node, PrefixIndex, common_prefix
-from kvine.cache.sequence import MISSING, CachedSequence
-from kvine.cache.shelf import shelves_of
+from kvine.cache.sequence import MISSING, BlockCopy, CachedSequence
+from kvine.cache.shelf import Shelf, shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.cache.store import Tier
 
 __all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """A copy to make before the next write: the first num_tokens tokens of a block of one shelf."""
-
-    shelf: int
-    source: int
-    target: int
-    num_tokens: int
 
 
 class CacheManager:
@@ -89,27 +78,33 @@ class CacheManager:
         """Bytes of K and V in the blocks of one sequence."""
         return sum(len(sequence.held(shelf)) * pool.bytes_per_block for shelf, pool in enumerate(self.pools))
 
-    def fits_ever(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a sequence of num_tokens tokens, computed at most `chunk` at a time, fits an empty cache."""
-        needs = [shelf.max_live_blocks(num_tokens, chunk) for shelf in self.shelves]
+    def fits_ever(self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0) -> bool:
+        """Whether sequences of num_tokens tokens, computed at most `chunk` at a time, fit an empty cache.
+
+        They are forks of one, with num_shared tokens in common.
+        """
+        needs = [shelf.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) for shelf in self.shelves]
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
         return sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True)) <= self.budget
 
-    def max_chunk(self, num_tokens: int, most: int) -> int:
-        """Most tokens a step may compute of a sequence that grows to num_tokens, at most `most`; 0 if it fits never."""
-        if self.fits_ever(num_tokens, most):
+    def max_chunk(self, num_tokens: int, most: int, num_sequences: int = 1, num_shared: int = 0) -> int:
+        """Most tokens a step may compute of sequences that grow to num_tokens, at most `most`; 0 if they never fit."""
+        if self.fits_ever(num_tokens, most, num_sequences, num_shared):
             return most
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits_ever(num_tokens, middle) else (low, middle)
+            fits = self.fits_ever(num_tokens, middle, num_sequences, num_shared)
+            low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
-        """Whether `sequence` could grow to num_tokens tokens with what is free or cached now."""
+    def fits_now(
+        self, sequence: CachedSequence, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0
+    ) -> bool:
+        """Whether `sequence`, and forks of it, could grow to num_tokens tokens with what is free or cached now."""
         needs = [
-            max(0, shelf.max_live_blocks(num_tokens, chunk) - len(sequence.held(number)))
+            max(0, shelf.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) - len(sequence.held(number)))
             for number, shelf in enumerate(self.shelves)
         ]
         return self._room_for(needs)
@@ -146,11 +141,10 @@ class CacheManager:
             held = [position for position in positions if position < len(table) and table[position] != MISSING]
             more.append(len(positions) - len(held))
             begun.append(table[last] if last in held else MISSING)
-        pairs = list(zip(self.pools, begun, strict=True))
-        copied = [block != MISSING and not pool.writable(block) for pool, block in pairs]
+        copied = [block != MISSING and not self._writable(shelf, block) for shelf, block in enumerate(begun)]
         if not self._room_for([new + copy for new, copy in zip(more, copied, strict=True)]):
             # Where there is no room for a copy, a block that is only found through the index is taken out of it.
-            copied = [block != MISSING and pool.references[block] > 1 for pool, block in pairs]
+            copied = [block != MISSING and self._num_holders(shelf, block) > 1 for shelf, block in enumerate(begun)]
             if not self._room_for([new + copy for new, copy in zip(more, copied, strict=True)]):
                 return False
         for shelf, table in enumerate(sequence.tables):
@@ -172,13 +166,11 @@ class CacheManager:
         before = sequence.num_tokens
         sequence.tokens.extend(tokens)
         assert self.specs[0].num_blocks(sequence.num_tokens) <= len(sequence.tables[0]), "committed more than reserved"
-        for shelf in range(len(self.specs), len(self.shelves)):
-            self._let_die(sequence, shelf, before)  # what is sealed now is found on another shelf
+        self._let_die(sequence, self.shelves[len(self.specs) :], before)  # what is sealed now lies elsewhere
         if self.prefix_caching:
             while len(sequence.path) <= sequence.num_tokens // self.block_size:
                 self._publish_next(sequence)
-        for shelf in range(len(self.specs)):
-            self._let_die(sequence, shelf, before)
+        self._let_die(sequence, self.shelves[: len(self.specs)], before)
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same past; blocks are shared until one of the two writes.
@@ -275,6 +267,14 @@ class CacheManager:
         wanted = sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True))
         return self.bytes_referenced + wanted <= self.budget
 
+    def _num_holders(self, shelf: int, block: int) -> int:
+        """Sequences that hold a block, copies that are still to be made of it aside."""
+        return self.pools[shelf].references[block] - self._pinned_sources.count((shelf, block))
+
+    def _writable(self, shelf: int, block: int) -> bool:
+        """Whether its one holder may write to a block, copies of it being made before anything is written."""
+        return self._num_holders(shelf, block) == 1 and block not in self.pools[shelf].node_of
+
     def _take(self, shelf: int) -> int:
         pool = self.pools[shelf]
         while pool.num_free == 0:
@@ -298,12 +298,14 @@ class CacheManager:
         self.num_releases += 1
         self.pools[shelf].release(block, self.num_releases)
 
-    def _let_die(self, sequence: CachedSequence, shelf: int, before: int) -> None:
-        table = sequence.tables[shelf]
-        for block in reversed(self.shelves[shelf].dying(before, sequence.num_tokens)):
-            if table[block] != MISSING:
-                self._release_block(shelf, table[block])
-                table[block] = MISSING
+    def _let_die(self, sequence: CachedSequence, shelves: Sequence[Shelf], before: int) -> None:
+        for shelf in shelves:
+            number = self.shelves.index(shelf)
+            table = sequence.tables[number]
+            for block in reversed(shelf.dying(before, sequence.num_tokens)):
+                if table[block] != MISSING:
+                    self._release_block(number, table[block])
+                    table[block] = MISSING
 
     def _release_from(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Lets go of what lies behind num_tokens tokens, the last first: tails are evicted before heads."""

@@ -29,3 +29,13 @@ class CachedSequence:
     def held(self, shelf: int) -> list[int]:
         """The blocks that it has on a shelf, in order of position."""
         return [block for block in self.tables[shelf] if block != MISSING]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A copy to make before the next write: the first num_tokens tokens of a block of one shelf."""
+
+    shelf: int
+    source: int
+    target: int
+    num_tokens: int

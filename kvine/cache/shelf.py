@@ -54,6 +54,16 @@ class Shelf(Protocol):
         """See `CacheSpec.max_live_blocks`."""
         ...
 
+    def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
+        """See `CacheSpec.num_forked_blocks`."""
+        ...
+
+    def max_forked_blocks(
+        self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int, num_families: int = 1
+    ) -> int:
+        """See `CacheSpec.max_forked_blocks`."""
+        ...
+
     def bytes_per_block(self, dtype: str) -> int:
         """Exact bytes of one block over the group's layers, under compute dtype `dtype`."""
         ...
@@ -102,6 +112,16 @@ class WholeShelf(_Windowed):
         """See `CacheSpec.max_live_blocks`."""
         return self.spec.max_live_blocks(num_tokens, chunk, num_sequences)
 
+    def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
+        """See `CacheSpec.num_forked_blocks`."""
+        return self.spec.num_forked_blocks(num_tokens, num_sequences, num_shared)
+
+    def max_forked_blocks(
+        self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int, num_families: int = 1
+    ) -> int:
+        """See `CacheSpec.max_forked_blocks`."""
+        return self.spec.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared, num_families)
+
 
 @dataclass(frozen=True)
 class SealedShelf(_Windowed):
@@ -130,6 +150,22 @@ class SealedShelf(_Windowed):
         """What a group without packed codecs may need, less blocks that never become full."""
         most = self.spec.max_live_blocks(num_tokens, chunk, num_sequences)
         return min(most, num_sequences * self.num_kept(num_tokens))
+
+    def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
+        """Shared ones once, and each fork's own."""
+        dead, shared = self.spec.dead_blocks(num_tokens), self.num_kept(min(num_shared, num_tokens))
+        shared -= len(range(dead.start, min(dead.stop, shared)))
+        return shared + num_sequences * (self.num_live_blocks(num_tokens) - shared)
+
+    def max_forked_blocks(
+        self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int, num_families: int = 1
+    ) -> int:
+        """Full ones of what a group without packed codecs may need."""
+        if num_sequences == 1:
+            return self.max_live_blocks(num_tokens, chunk, num_families)
+        most = self.spec.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared, num_families)
+        full, shared = self.num_kept(num_tokens), self.num_kept(min(num_shared, num_tokens))
+        return min(most, num_families * (shared + num_sequences * (full - shared)))
 
 
 @dataclass(frozen=True)
@@ -172,6 +208,16 @@ class OpenShelf:
         if num_tokens <= self.spec.block_size:
             return num_sequences * (num_tokens % self.spec.block_size > 0 or num_tokens > 1)
         return num_sequences + min(num_sequences, chunk // 2)
+
+    def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
+        """Each fork's own."""
+        return num_sequences * self.num_live_blocks(num_tokens)
+
+    def max_forked_blocks(
+        self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int, num_families: int = 1
+    ) -> int:
+        """Of each fork as of a sequence by itself."""
+        return self.max_live_blocks(num_tokens, max(chunk, num_sequences), num_families * num_sequences)
 
     def bytes_per_block(self, dtype: str) -> int:
         """Exact K and V, or as an element-wise codec stores them."""

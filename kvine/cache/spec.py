@@ -99,6 +99,26 @@ class CacheSpec:
 
         return max(most(num_sequences, chunk), (num_sequences - 1) * most(1, 1) + most(1, chunk))
 
+    def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
+        """What forks of one sequence hold between two steps, if they share what their first num_shared tokens fill."""
+        dead, shared = self.dead_blocks(num_tokens), min(num_shared, num_tokens) // self.block_size
+        shared -= len(range(dead.start, min(dead.stop, shared)))
+        return shared + num_sequences * (self.num_live_blocks(num_tokens) - shared)
+
+    def max_forked_blocks(
+        self, num_tokens: int, chunk: int, num_sequences: int, num_shared: int, num_families: int = 1
+    ) -> int:
+        """`max_live_blocks` of num_sequences forks of one sequence, or of several such families.
+
+        Each fork takes a token in a step whatever the chunk. They share the blocks that their first num_shared tokens
+        fill, and each copies the one after those before it writes there.
+        """
+        if num_sequences == 1:
+            return self.max_live_blocks(num_tokens, chunk, num_families)
+        apart = self.max_live_blocks(num_tokens, max(chunk, num_sequences), num_families * num_sequences)
+        shared = min(num_shared, num_tokens) // self.block_size
+        return min(apart, num_families * (shared + num_sequences * (self.num_blocks(num_tokens) - shared)))
+
     def num_visible(self, num_tokens: int) -> int:
         """Tokens that the last query of a sequence of num_tokens tokens reads, itself included."""
         if self.window is None or num_tokens <= self.window:

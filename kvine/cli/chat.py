@@ -16,7 +16,7 @@ from kvine.cli.terminal import human_bytes, note, seconds_since_start, show_erro
 from kvine.errors import KvineError, RequestError
 
 if TYPE_CHECKING:
-    from kvine.llm import TextGeneration
+    from kvine.generation import TextGeneration
 
 HELP = """\
 /edit N TEXT   change what you said in turn N and go on from there (without TEXT you are asked for it)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvine.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvine.generation import Generation
-    from kvine.llm import LLM, TextGeneration
+    from kvine.generation import Generation, TextGeneration
+    from kvine.llm import LLM
     from kvine.sampling.params import SamplingParams
 
 

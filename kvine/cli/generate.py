@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvine.cli.loading import open_llm
-from kvine.cli.options import CacheOptions, ModelOptions, SamplingOptions, spread_options
+from kvine.cli.options import CacheOptions, ChoiceOptions, ModelOptions, SamplingOptions, spread_options
 from kvine.cli.terminal import seconds_since_start, write, write_json
 from kvine.errors import RequestError
 
@@ -19,6 +19,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt as it stands; - reads stdin to its end.")],
     model: ModelOptions,
     sampling: SamplingOptions,
+    several: ChoiceOptions,
     cache: CacheOptions,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; with --chat.")] = None,
@@ -27,8 +28,8 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the text is complete.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary after the text.")] = False,
 ) -> None:
-    """Continue a prompt. The text goes to stdout as it comes, all else to stderr."""
-    params = sampling.params()
+    """Continue a prompt. The text goes to stdout as it comes, all else to stderr. Several texts come at the end."""
+    params = several.of(sampling.params())
     if system is not None and not chat:
         raise RequestError("--system is part of a conversation: give --chat as well.")
     text = read_stdin() if prompt == "-" else prompt
@@ -40,20 +41,27 @@ def generate(
     ids = llm.encode_chat([*messages, {"role": "user", "content": text}]) if chat else llm.encode(text)
     calls: list[ModelCall] = []
     llm.trace(calls.append if trace else None)
-    running = llm.stream(ids, params, use_cache=not no_cache)
+    if json or params.num_lines > 1:
+        result = llm.generate(ids, params, use_cache=not no_cache)
+    else:
+        running = llm.stream(ids, params, use_cache=not no_cache)
+        for piece in running:
+            write(piece)
+        write("\n")
+        result = running.result
     if json:
-        outcome = report.model_json(llm) | report.generation_json(llm, running.result, ready_s)
+        outcome = report.model_json(llm) | report.generation_json(llm, result, ready_s)
         write_json(outcome | {"trace": report.trace_json(calls)} if trace else outcome)
         return
-    for piece in running:
-        write(piece)
-    write("\n")
+    if params.num_lines > 1:
+        report.write_choices(result)
     if trace:
         report.show_trace(calls)
-    if (samples := running.result.logprobs) is not None:
-        report.show_logprobs(llm.tokenizer, samples)
+    if params.logprobs is not None:
+        for choice in result.choices:
+            report.show_logprobs(llm.tokenizer, choice.logprobs or ())
     if not quiet:
-        report.show_summary(llm, running.result, ready_s)
+        report.show_summary(llm, result, ready_s)
 
 
 def read_stdin() -> str:

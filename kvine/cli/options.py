@@ -4,10 +4,10 @@ Ranges are not repeated here: `SamplingParams`, `CacheConfig` and `EngineConfig`
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -68,6 +68,10 @@ def _model(help: str, *names: str) -> Any:
 
 def _sampling(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Sampling", **more)
+
+
+def _several(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Several texts")
 
 
 def _cache(help: str, *names: str, **more: Any) -> Any:
@@ -161,6 +165,33 @@ class SamplingOptions:
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_id),
             ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """How many texts to generate from one prompt."""
+
+    n: Annotated[int, _several("Draw so many texts, which share the prompt.", "--n")] = SamplingParams.n
+    num_beams: Annotated[int, _several("Beam search: find the so many most likely texts.")] = SamplingParams.num_beams
+    length_penalty: Annotated[
+        float, _several("Beams: divide a text's score by its length to this power; above 0 favours long ones.")
+    ] = SamplingParams.length_penalty
+    early_stopping: Annotated[
+        str, _several("Beams: true ends with the first so many texts, never only when no better can come.")
+    ] = "false"
+
+    def of(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters for so many texts. Raises RequestError for what does not go together."""
+        known: dict[str, bool | Literal["never"]] = {"true": True, "false": False, "never": "never"}
+        if self.early_stopping not in known:
+            raise RequestError(f"--early-stopping {self.early_stopping!r} is unknown: choose true, false or never.")
+        return replace(
+            params,
+            n=self.n,
+            num_beams=self.num_beams,
+            length_penalty=self.length_penalty,
+            early_stopping=known[self.early_stopping],
         )
 
 

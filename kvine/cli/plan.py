@@ -117,6 +117,8 @@ def plan(
         int | None, typer.Option(help="Tokens of each request; by default the model's context, at most 8192.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Requests side by side.")] = 1,
+    sequences: Annotated[int, typer.Option(help="Samples or beams of each request.")] = 1,
+    shared: Annotated[int, typer.Option(help="Tokens of the prompt, which they share.")] = 0,
     memory: Annotated[str | None, typer.Option(help="Fit into this, such as 24GiB; else what is free here.")] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help="Memory reads so many GB/s; else that is measured, which takes 2 s.")
@@ -146,6 +148,8 @@ def plan(
             subject,
             context=context,
             batch=batch,
+            sequences=sequences,
+            shared=shared,
             memory=memory,
             bandwidth=bandwidth,
             dtype=keep.dtype,

@@ -29,6 +29,8 @@ def plan_json(planned: "Plan", cost: "RequestCost | None", variants: "tuple[Vari
         "device": planned.device,
         "context": planned.context,
         "batch": planned.batch,
+        "sequences": planned.sequences,
+        "shared": planned.shared,
         "trained_context": subject.max_context,
         **_figures(planned),
         "stored_bytes": None if weights is None else weights.stored_bytes,
@@ -113,7 +115,7 @@ def _title(planned: "Plan") -> str:
 
 def _memory_table(planned: "Plan") -> "Table":
     table = _table("memory", "GB", "GiB", "")
-    tokens = f"{planned.batch:,} × {planned.context:,} tokens"
+    tokens = f"{planned.batch:,} × {_texts(planned)}{planned.context:,} tokens"
     weights = planned.subject.weights
     if weights is not None:
         stored = "" if weights.stored_bytes is None else f"; stored in {human_bytes(weights.stored_bytes)}"
@@ -125,7 +127,7 @@ def _memory_table(planned: "Plan") -> "Table":
         more = "a step writes before what fell out of a window is let go"
         table.add_row("  more during a step", *_sizes(planned.kv_peak_bytes - planned.kv_bytes), more)
     if planned.workspace is not None:
-        rows = min(planned.engine.max_step_tokens, planned.batch * planned.context)
+        rows = min(planned.engine.max_step_tokens, planned.batch * planned.sequences * planned.context)
         table.add_row("workspace", *_sizes(planned.workspace.nbytes), f"at most, of a step of {rows:,} tokens")
     table.add_row("together", *_sizes(planned.fits.needed_bytes), "", style="bold")
     return table
@@ -159,7 +161,9 @@ def _fits_line(planned: "Plan") -> str:
 
 def _wall_lines(planned: "Plan") -> list[str]:
     walls = planned.walls
-    of_kv = f"{_short(walls.kv_bytes_per_step)} of K/V, each request its own"
+    of_kv = (
+        f"{_short(walls.kv_bytes_per_step)} of K/V, each {'request' if planned.sequences == 1 else 'sequence'} its own"
+    )
     if walls.weight_bytes_per_step is None or walls.ms_per_token is None or walls.tokens_per_second is None:
         return [f"A decode step reads {of_kv}."]
     speed = f"{walls.bandwidth.value / 1e9:,.1f} GB/s ({walls.bandwidth.source})"
@@ -239,6 +243,14 @@ def _short(nbytes: int) -> str:
 
 def _per_token(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.2f} MiB" if nbytes >= 2**16 else human_bytes(nbytes)
+
+
+def _texts(planned: "Plan") -> str:
+    """How many sequences each request has, and what they share; nothing where it is one."""
+    if planned.sequences == 1:
+        return ""
+    shared = f" that share {planned.shared:,}" if planned.shared else ""
+    return f"{planned.sequences:,} sequences{shared} × "
 
 
 def _requests(number: int) -> str:

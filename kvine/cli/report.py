@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvine.cli.terminal import human_bytes, note, show
+from kvine.cli.terminal import human_bytes, note, show, write
 
 if TYPE_CHECKING:
     from kvine.engine.engine import ModelCall
-    from kvine.generation import Generation
+    from kvine.generation import Choice, Generation
     from kvine.llm import LLM
     from kvine.sampling.sampler import Sample
     from kvine.text.tokenizer import Tokenizer
@@ -45,11 +45,30 @@ def generation_json(llm: "LLM", result: "Generation", ready_s: float) -> dict[st
             "prefill_s": round(result.timings.prefill_s, 6),
             "decode_ms": round(result.timings.decode_ms, 4),
         },
+        "choices": [choice_json(llm.tokenizer, choice) for choice in result.choices],
     } | ({} if result.logprobs is None else {"logprobs": logprobs_json(llm.tokenizer, result.logprobs)})
 
 
+def choice_json(tokenizer: "Tokenizer", choice: "Choice") -> dict[str, Any]:
+    """One of the texts that a request has come to; `score` of a beam, null of a sample."""
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "detail": choice.detail,
+        "score": choice.score,
+    } | ({} if choice.logprobs is None else {"logprobs": logprobs_json(tokenizer, choice.logprobs)})
+
+
+def write_choices(result: "Generation") -> None:
+    """All texts of a request to stdout, each under its number and a beam's score."""
+    for number, choice in enumerate(result.choices, start=1):
+        score = "" if choice.score is None else f" score {choice.score:.4f}"
+        write(f"[{number}]{score}\n{choice.text}\n")
+
+
 def trace_json(calls: Sequence["ModelCall"]) -> list[dict[str, Any]]:
-    """A row for each model call of a single request: positions fed are first … last."""
+    """A row for each model call of a single request: positions fed are first … last, those of its first text."""
     return [
         {
             "step": call.step,
@@ -101,10 +120,13 @@ def outcome_line(result: "Generation") -> str:
     """Tokens, times and why the text ended. The time of a token is that of those after the first, where there are."""
     usage, timings = result.usage, result.timings
     computed = usage.prompt_tokens - usage.cached_tokens
-    per_token = f", {timings.decode_ms:.1f} ms/token" if usage.completion_tokens > 1 else ""
+    several = len(result.choices) > 1
+    answer = f"{len(result.choices)} answers" if several else "answer"
+    per_token = f", {timings.decode_ms:.1f} ms/{'step' if several else 'token'}" if usage.completion_tokens > 1 else ""
+    ends = " ".join(dict.fromkeys(choice.finish_reason for choice in result.choices))
     return (
         f"prompt: {_tokens(usage.prompt_tokens)}, {usage.cached_tokens} reused, {computed} computed in "
-        f"{timings.prefill_s:.2f} s · answer: {_tokens(usage.completion_tokens)}{per_token} · {result.finish_reason}"
+        f"{timings.prefill_s:.2f} s · {answer}: {_tokens(usage.completion_tokens)}{per_token} · {ends}"
     )
 
 

@@ -30,11 +30,13 @@ class ForgetfulManager(CacheManager):
     def commit(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         """Forgets the tokens."""
 
-    def fits_ever(self, num_tokens: int, chunk: int) -> bool:
+    def fits_ever(self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0) -> bool:
         """Nothing fits anywhere."""
         return True
 
-    def fits_now(self, sequence: CachedSequence, num_tokens: int, chunk: int) -> bool:
+    def fits_now(
+        self, sequence: CachedSequence, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0
+    ) -> bool:
         """Nothing fits anywhere."""
         return True
 

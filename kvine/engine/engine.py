@@ -11,10 +11,12 @@ from torch import Tensor
 from kvine.cache.manager import CacheManager
 from kvine.config import EngineConfig
 from kvine.engine.interrupt import uninterrupted
-from kvine.engine.outcome import finish_reason, sample_row
-from kvine.engine.request import Event, Request, StopChecker, checked_ids
+from kvine.engine.lines import Turn, beam_events, closing_events, spread, switch, turns
+from kvine.engine.outcome import end_ids, finish_reason
+from kvine.engine.request import Event, FinishReason, Line, Request, StopChecker, checked_ids
 from kvine.engine.scheduler import Scheduled, Scheduler
-from kvine.errors import ContextLengthError, KvineError, StepError
+from kvine.errors import ContextLengthError, KvineError, RequestError, StepError
+from kvine.sampling.beam_search import BeamSearch
 from kvine.sampling.noise import fresh_seed
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample, Sampler
@@ -101,7 +103,7 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        stop: StopChecker | None = None,
+        stop: StopChecker | Sequence[StopChecker] | None = None,
         salt: str | None = None,
     ) -> int:
         """Queues a request and returns its id.
@@ -109,15 +111,23 @@ class Engine:
         Args:
             prompt_ids: the prompt, at least one token.
             params: how to sample.
-            stop: watches for stop strings.
+            stop: watches for stop strings; a list of as many as there are samples.
             salt: only requests with the same salt share cached blocks.
 
         Raises:
-            RequestError: for an empty prompt or an id that the model does not know.
+            RequestError: for an empty prompt, an id that the model does not know, or more samples or beams than a step
+                may compute tokens.
             ContextLengthError: for a prompt that the model's context or the cache can never hold.
         """
         prompt_ids = checked_ids(prompt_ids, self.parts.vocab_size)
+        width, length = params.num_lines, len(prompt_ids)
+        if width > self.config.max_step_tokens:
+            raise RequestError(
+                f"{_lines(params)} take {width} tokens in each step, and max_step_tokens is "
+                f"{self.config.max_step_tokens}: raise it, or ask for fewer."
+            )
         limit, detail = self._limit(prompt_ids, params)
+        stops = () if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         request = Request(
             next(self._ids),
             prompt_ids,
@@ -125,12 +135,13 @@ class Engine:
             seed=fresh_seed() if params.seed is None else params.seed,
             namespace=self.parts.namespace(salt),
             limit=limit,
-            chunk=self.manager.max_chunk(limit - 1, self.config.max_step_tokens),
+            chunk=self.manager.max_chunk(limit - 1, self.config.max_step_tokens, width, length),
             limit_detail=detail,
-            stop=stop,
+            stops=stops,
+            search=self._search(params, limit - length),
         )
         if params.max_tokens == 0:
-            self._pending.append(Event(request.id, finish_reason="length"))
+            self._pending += closing_events(request, "length")
         else:
             self._requests[request.id] = request
             self.scheduler.add(request)
@@ -142,7 +153,7 @@ class Engine:
         if request is not None:
             self.scheduler.remove(request)
             self.parts.runner.give_back()
-            self._pending.append(Event(request_id, finish_reason="abort"))
+            self._pending += closing_events(request, "abort")
 
     @property
     def busy(self) -> bool:
@@ -162,18 +173,16 @@ class Engine:
         if not step:
             return events + self._refuse_waiting()
         began = time.perf_counter()
-        sampled = [item.request for item in step if item.samples]
         try:
             logits = self.parts.runner.run(step)
-            outcomes = self.parts.sampler.sample(logits, [sample_row(r, self.parts.eos_ids) for r in sampled])
+            chosen = turns(step, logits, self.parts.sampler, self.parts.eos_ids)
         except Exception as error:
             return events + self._fail(step, error)
         except BaseException:  # Ctrl-C: what the step wrote is not to be trusted, and its requests must hear of it
-            self._drop(step)
-            self._pending = events + [Event(item.request.id, finish_reason="abort") for item in step]
+            self._pending = events + self._drop(step, "abort")
             raise
         with uninterrupted():
-            call = self._accept(step, sampled, outcomes, began)
+            call = self._accept(step, chosen, began)
             self._pending = events + self._pending  # what follows may raise, and must lose nothing
         if self.on_call is not None:
             self.on_call(call)
@@ -181,28 +190,36 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _accept(
-        self,
-        step: Sequence[Scheduled],
-        sampled: Sequence[Request],
-        outcomes: Sequence[Sample | KvineError],
-        began: float,
-    ) -> ModelCall:
-        """Makes a step's tokens part of its sequences, and its samples part of its requests."""
-        broken = {r for r, outcome in zip(sampled, outcomes, strict=True) if isinstance(outcome, StepError)}
+    def _accept(self, step: Sequence[Scheduled], chosen: Sequence[Turn], began: float) -> ModelCall:
+        """Makes a step's tokens part of its sequences, and what was chosen part of its requests."""
+        broken = {turn.request for turn in chosen if turn.broken}
         for item in step:
-            assert item.request.sequence is not None
-            if item.request not in broken:  # logits of NaN come from K and V that nobody else should find
-                self.manager.commit(item.request.sequence, item.request.tokens(item.start, item.start + item.count))
+            line = item.request
+            assert line.sequence is not None
+            if line.owner not in broken:  # logits of NaN come from K and V that nobody else should find
+                self.manager.commit(line.sequence, line.tokens(item.start, item.start + item.count))
         call = self._call(step, began)
         if self.manager.tier is not None:
             self.manager.tier.computed(sum(item.count for item in step), call.ms / 1e3)
-        self._pending += [self._take(request, outcome) for request, outcome in zip(sampled, outcomes, strict=True)]
+        for turn in chosen:
+            self._pending += self._take(turn)
         self.parts.runner.give_back()
         return call
 
+    def _search(self, params: SamplingParams, max_length: int) -> BeamSearch | None:
+        if params.num_beams == 1:
+            return None
+        return BeamSearch(
+            params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            end_ids=end_ids(params, self.parts.eos_ids),
+            max_length=max_length,
+            min_length=params.min_tokens,
+        )
+
     def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
-        length = len(prompt_ids)
+        length, width = len(prompt_ids), params.num_lines
         context = self.parts.max_context
         needs_room = params.max_tokens != 0
         if context is not None and length + needs_room > context:
@@ -210,55 +227,86 @@ class Engine:
                 f"The prompt has {length} tokens and the model's context {context}, which leaves no room for an "
                 "answer: shorten the prompt, or keep a window with in_cache sinks."
             )
-        if not self.manager.fits_ever(length, 1):
+
+        def fits(num_tokens: int) -> bool:
+            return self.manager.fits_ever(num_tokens, 1, width, length)
+
+        if not fits(length):
+            several = f" for {_lines(params)}" if width > 1 else ""
             raise ContextLengthError(
-                f"The prompt has {length} tokens, more than the cache of {self.manager.budget:,} bytes can hold: "
-                "raise kv_memory or shorten the prompt."
+                f"The prompt has {length} tokens, more than the cache of {self.manager.budget:,} bytes can "
+                f"hold{several}: raise kv_memory or shorten the prompt{', or ask for fewer' if several else ''}."
             )
         limit = context if context is not None else (1 << 62)
         detail = f"The model's context of {context} tokens is full: shorten the prompt, or keep a window with sinks."
         if params.max_tokens is not None:
             limit = min(limit, length + params.max_tokens)
-        if not self.manager.fits_ever(limit - 1, 1):  # the last token is never fed, so never cached
+        if not fits(limit - 1):  # the last token is never fed, so never cached
             low, high = length, limit - 1
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if self.manager.fits_ever(middle, 1) else (low, middle)
+                low, high = (middle, high) if fits(middle) else (low, middle)
             limit = low + 1
             detail = f"The cache of {self.manager.budget:,} bytes is full at {low} tokens: raise kv_memory."
         return limit, detail
 
-    def _take(self, request: Request, outcome: Sample | KvineError) -> Event:
-        """Appends a sampled token, or ends the request with what went wrong."""
-        if isinstance(outcome, KvineError):
-            self._end(request, keep=not isinstance(outcome, StepError))
-            return Event(request.id, finish_reason="error", error=outcome)
-        token = outcome.token_id
-        request.output_ids.append(token)
-        reason = finish_reason(request, token, self.parts.eos_ids)
-        if reason is not None:
+    def _take(self, turn: Turn) -> list[Event]:
+        """Appends what was chosen to a request's lines, or ends the request with what went wrong."""
+        request = turn.request
+        error = next((x for x in (*turn.outcomes, turn.beams) if isinstance(x, KvineError)), None)
+        if error is not None:
+            self._end(request, keep=not isinstance(error, StepError))
+            return closing_events(request, "error", error)
+        if request.search is not None:
+            assert not isinstance(turn.beams, KvineError)
+            if not turn.beams:
+                self._end(request)
+                return beam_events(request)
+            switch(request, turn.beams, self.manager)
+            return [Event(request.id, cached_tokens=request.cached_tokens or 0)]
+        if not request.spread:
+            spread(request, self.manager)
+        lines = list(request.lines)
+        return [self._append(line, sample) for line, sample in zip(lines, turn.outcomes, strict=True)]
+
+    def _append(self, line: Line, sample: Sample | KvineError) -> Event:
+        """Gives a line its next token, and ends it where that is the last."""
+        assert isinstance(sample, Sample)
+        request, token = line.owner, sample.token_id
+        line.output_ids.append(token)
+        reason = finish_reason(line, token, self.parts.eos_ids)
+        more = reason is not None and len(request.lines) > 1
+        if more:
+            request.lines.remove(line)
+            assert line.sequence is not None
+            self.manager.release(line.sequence)
+            line.sequence = None
+        elif reason is not None:
             self._end(request)
         return Event(
             request.id,
-            outcome,
+            sample,
             reason,
             request.limit_detail if reason == "context" else None,
             cached_tokens=request.cached_tokens or 0,
+            index=line.index,
+            more=more,
         )
 
     def _end(self, request: Request, *, keep: bool = True) -> None:
         del self._requests[request.id]
         self.scheduler.remove(request, keep=keep)
 
-    def _drop(self, step: Sequence[Scheduled]) -> None:
-        for item in step:
-            self._end(item.request, keep=False)
+    def _drop(self, step: Sequence[Scheduled], reason: FinishReason, error: StepError | None = None) -> list[Event]:
+        requests = list(dict.fromkeys(item.request.owner for item in step))
+        for request in requests:
+            self._end(request, keep=False)
+        return [event for request in requests for event in closing_events(request, reason, error)]
 
     def _fail(self, step: Sequence[Scheduled], error: Exception) -> list[Event]:
-        self._drop(step)
         wrapped = StepError(f"The model call failed: {type(error).__name__}: {error}")
         wrapped.__cause__ = error
-        return [Event(item.request.id, finish_reason="error", error=wrapped) for item in step]
+        return self._drop(step, "error", wrapped)
 
     def _refuse_waiting(self) -> list[Event]:
         """Ends the first request, which no step can serve: what it needs is held by sequences outside the engine."""
@@ -269,7 +317,7 @@ class Engine:
             return []
         request = self.scheduler.waiting[0]
         self._end(request)
-        return [Event(request.id, finish_reason="error", error=error)]
+        return closing_events(request, "error", error)
 
     def _call(self, step: Sequence[Scheduled], began: float) -> ModelCall:
         return ModelCall(
@@ -279,3 +327,7 @@ class Engine:
             self.manager.bytes_referenced,
             (time.perf_counter() - began) * 1e3,
         )
+
+
+def _lines(params: SamplingParams) -> str:
+    return f"{params.num_beams} beams" if params.num_beams > 1 else f"{params.n} samples"

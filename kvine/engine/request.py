@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from kvine.cache.manager import CachedSequence
 from kvine.errors import KvineError, RequestError
+from kvine.sampling.beam_search import BeamSearch, Hypothesis
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
 
@@ -28,11 +29,15 @@ class Event:
     Attributes:
         request_id: whose it is.
         sample: the new token, if there is one. A token that ends the text (EOS or a stop id) is reported too.
-        finish_reason: set in a request's last event: `stop` (EOS, stop id or stop string), `length` (max_tokens),
-            `context` (no room left in the model's context or in the cache), `abort` or `error`.
+        finish_reason: set in the last event of each of a request's texts: `stop` (EOS, stop id or stop string),
+            `length` (max_tokens), `context` (no room left in the model's context or in the cache), `abort` or `error`.
         detail: with `context`, a sentence that says what was full and what to do.
         error: with `error`, why.
         cached_tokens: prompt tokens that came from the cache when the request was first admitted.
+        index: which of the request's texts: of n samples by their number, of beams the best first.
+        hypothesis: a beam search brings nothing but the bare word that a step was made until it ends, and then each
+            of its texts in whole, in one event.
+        more: with `finish_reason`, whether other texts of the request have not ended yet.
     """
 
     request_id: int
@@ -41,6 +46,9 @@ class Event:
     detail: str | None = None
     error: KvineError | None = None
     cached_tokens: int = 0
+    index: int = 0
+    hypothesis: Hypothesis | None = None
+    more: bool = False
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -56,19 +64,64 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     return ids
 
 
-class Request:
-    """A request on its way through the engine. It is phase-free: it only has tokens computed and tokens to compute.
+class Line:
+    """One text on its way through the engine. It is phase-free: it only has tokens computed and tokens to compute.
 
     Args:
-        id: its number.
-        prompt_ids: the prompt, at least one token.
+        prompt_ids: the prompt, which the lines of a request share.
+        index: which of its request's samples or beams it is.
+        stop: watches for stop strings.
+    """
+
+    owner: "Request"
+
+    def __init__(self, prompt_ids: list[int], index: int = 0, stop: StopChecker | None = None) -> None:
+        self.prompt_ids = prompt_ids
+        self.index = index
+        self.stop = stop
+        self.output_ids: list[int] = []
+        self.sequence: CachedSequence | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K and V the cache holds."""
+        return 0 if self.sequence is None else self.sequence.num_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be computed before the next one can be chosen."""
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens start … end - 1 of prompt and output."""
+        prompt = len(self.prompt_ids)
+        if start >= prompt:
+            return self.output_ids[start - prompt : end - prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - prompt)]
+
+
+class Request(Line):
+    """What was asked, and the lines that answer it. It is its own first line, and most requests have no other.
+
+    n samples or beams begin as one line, which computes the prompt; `engine.lines` makes it several, whose blocks are
+    shared until one of them writes. Lines that go on are equally long: each step takes all of them or none.
+
+    Args:
+        id: of the request.
+        prompt_ids: the prompt; at least one token.
         params: how to sample.
-        seed: of its noise.
-        namespace: key of the tree of blocks that it may share.
-        limit: most tokens, prompt and output together.
+        seed: keys the noise.
+        namespace: of the tree of blocks it shares.
+        limit: tokens of prompt and output at which it ends.
         chunk: most tokens that one step computes of it, so that what a window has to hold meanwhile fits the cache.
         limit_detail: what to say when `limit`, and not max_tokens, ends it.
-        stop: watches for stop strings.
+        stops: watch for stop strings, one in each sample; or none.
+        search: chooses among beams.
     """
 
     def __init__(
@@ -82,8 +135,11 @@ class Request:
         limit: int,
         chunk: int,
         limit_detail: str,
-        stop: StopChecker | None = None,
+        stops: Sequence[StopChecker] = (),
+        search: BeamSearch | None = None,
     ) -> None:
+        super().__init__(list(prompt_ids), 0, stops[0] if stops else None)
+        self.owner = self
         self.id = id
         self.params = params
         self.seed = seed
@@ -91,25 +147,24 @@ class Request:
         self.limit = limit
         self.chunk = chunk
         self.limit_detail = limit_detail
-        self.stop = stop
-        self.prompt_ids = list(prompt_ids)
-        self.output_ids: list[int] = []
-        self.sequence: CachedSequence | None = None
+        self.stops = stops
+        self.search = search
+        self.lines: list[Line] = [self]  # those that go on
+        self.spread = params.num_lines == 1  # whether there are as many as there will be
         self.cached_tokens: int | None = None  # prompt tokens that were not computed; known once first admitted
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
-        return len(self.prompt_ids) + len(self.output_ids)
+    def width(self) -> int:
+        """Lines that it has or will have."""
+        return len(self.lines) if self.spread else self.params.num_lines
 
     @property
-    def num_computed(self) -> int:
-        """Tokens whose K and V the cache holds."""
-        return 0 if self.sequence is None else self.sequence.num_tokens
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens start … end - 1 of prompt and output."""
-        prompt = len(self.prompt_ids)
-        if start >= prompt:
-            return self.output_ids[start - prompt : end - prompt]
-        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - prompt)]
+    def trunk(self) -> int:
+        """Tokens that all lines begin with and that are computed once; all but one token where there is one line."""
+        first = self.lines[0]
+        end = first.num_tokens - 1
+        if len(self.lines) == 1:
+            return end
+        texts = [line.output_ids for line in self.lines]
+        same = next((n for n, column in enumerate(zip(*texts, strict=True)) if len(set(column)) > 1), len(texts[0]))
+        return min(len(self.prompt_ids) + same, end)

@@ -5,29 +5,32 @@ chunks, decode, prefix hits and resuming after preemption are one path.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvine.cache.manager import CacheManager
 from kvine.config import EngineConfig
-from kvine.engine.request import Request
+from kvine.engine.request import Line, Request
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Tokens start … start + count - 1 of a request, to be computed in this step."""
+    """Tokens start … start + count - 1 of a request's line, to be computed in this step."""
 
-    request: Request
+    request: Line
     start: int
     count: int
 
     @property
     def samples(self) -> bool:
-        """Whether the request has caught up after this step, so that a token is sampled."""
+        """Whether the line has caught up after this step, so that a token is chosen."""
         return self.start + self.count == self.request.num_tokens
 
 
 class Scheduler:
     """First come, first served. Whoever came last gives way when memory is short; the oldest never does.
+
+    A request with several lines is let in, computed and sent away as one.
 
     Args:
         manager: hands out blocks.
@@ -57,74 +60,115 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._let_go(request, keep=keep)
+        self._let_go(request.lines, keep=keep)
 
     def schedule(self) -> list[Scheduled]:
         """The next step; every block it writes is reserved. Empty only when nothing waits or runs."""
-        step: dict[Request, Scheduled] = {}
+        step: dict[Request, list[Scheduled]] = {}
         budget = self.config.max_step_tokens
         # Requests that need one token go first: a long prompt may slow the others' next token, never withhold it.
-        decoding = [r for r in self.running if r.num_tokens - r.num_computed == 1]
-        catching_up = [r for r in self.running if r.num_tokens - r.num_computed > 1]
+        decoding = [r for r in self.running if all(line.num_left == 1 for line in r.lines)]
+        catching_up = [r for r in self.running if any(line.num_left != 1 for line in r.lines)]
         preempted = False
         for request in decoding + catching_up:
-            count = min(budget, request.chunk, request.num_tokens - request.num_computed)
-            if not count or request not in self.running:  # no budget left, or preempted in this very step
+            if request not in self.running:  # preempted in this very step
                 continue
-            while not self._reserve(request, count):
+            items = self._share(request, budget)
+            while not self._reserve(items):
                 preempted = True
                 victim = self.running[-1]
-                dropped = step.pop(victim, None)  # a younger one may decode in this step already
-                budget += dropped.count if dropped else 0
+                budget += _count(step.pop(victim, ()))  # a younger one may decode in this step already
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
-                step[request] = Scheduled(request, request.num_computed, count)
-                budget -= count
+                step[request] = items
+                budget -= _count(items)
         while self.waiting and budget and not preempted and len(self.running) < self.config.max_running:
             request = self.waiting[0]
             if self._blocked == (request.id, self.manager.num_releases):
                 break  # looking its prompt up again would find no more room than before
-            if not self._admit(request, budget):
+            admitted = self._admit(request, budget)
+            if admitted is None:
                 self._blocked = (request.id, self.manager.num_releases)
                 break
             self.waiting.popleft()
             self.running.append(request)
-            count = min(budget, request.chunk, request.num_tokens - request.num_computed)
-            step[request] = Scheduled(request, request.num_computed, count)
-            budget -= count
-        return list(step.values())
+            step[request] = admitted
+            budget -= _count(admitted)
+        return [item for items in step.values() for item in items]
 
-    def _reserve(self, request: Request, count: int) -> bool:
-        assert request.sequence is not None
-        return self.manager.reserve(request.sequence, count)
+    def _share(self, request: Request, budget: int) -> list[Scheduled]:
+        """What a running request computes next, of `budget` tokens at most.
 
-    def _admit(self, request: Request, budget: int) -> bool:
-        """Opens the request's sequence and reserves its first chunk, if all of its present tokens will fit."""
-        sequence = self.manager.open(request.tokens(0, request.num_tokens), request.namespace)
-        request.sequence = sequence
+        Its lines' last tokens are computed in one step, so that all are chosen at once; what comes before, line after
+        line. What all lines begin with is computed by the first, from which the others then fork.
+        """
+        lines = request.lines
+        if any(line.sequence is None for line in lines):
+            count = min(budget, request.chunk, request.trunk - lines[0].num_computed)
+            if count:
+                return [Scheduled(lines[0], lines[0].num_computed, count)]
+            if lines[0].num_computed < request.trunk:
+                return []
+            self._fork(lines)
+        room = min(budget, max(request.chunk, len(lines)))
+        if sum(line.num_left for line in lines) <= room:
+            return [Scheduled(line, line.num_computed, line.num_left) for line in lines]
+        items = []
+        for line in lines:
+            if count := min(room, line.num_left - 1):
+                items.append(Scheduled(line, line.num_computed, count))
+                room -= count
+        return items
+
+    def _fork(self, lines: Sequence[Line]) -> None:
+        first = lines[0].sequence
+        assert first is not None
+        for line in lines[1:]:
+            line.sequence = self.manager.fork(first)
+
+    def _reserve(self, items: Sequence[Scheduled]) -> bool:
+        """Room for all of these; where there is none, lines that have got theirs keep it until their request goes."""
+        for item in items:
+            assert item.request.sequence is not None
+            if not self.manager.reserve(item.request.sequence, item.count):
+                return False
+        return True
+
+    def _admit(self, request: Request, budget: int) -> list[Scheduled] | None:
+        """Opens the request's first line and reserves its first chunk, if all present tokens of all lines will fit."""
+        first = request.lines[0]
+        sequence = self.manager.open(first.tokens(0, request.trunk + 1), request.namespace)
+        first.sequence = sequence
         remainder = sequence.num_tokens % self.manager.block_size
         # Copying a partly matching block needs room for both; where there is none, its tokens are computed instead.
         for length in (sequence.num_tokens, sequence.num_tokens - remainder):
             self.manager.crop(sequence, length)
-            count = min(budget, request.chunk, request.num_tokens - sequence.num_tokens)
-            fits = self.manager.fits_now(sequence, request.num_tokens, request.chunk)
-            if fits and self._reserve(request, count):
+            fits = self.manager.fits_now(
+                sequence, first.num_tokens, request.chunk, request.width, len(request.prompt_ids)
+            )
+            if fits and self._reserve(items := self._share(request, budget)):
                 if request.cached_tokens is None:
                     request.cached_tokens = sequence.num_tokens
-                return True
-        self._let_go(request)
-        return False
+                return items
+            self._let_go(request.lines[1:])
+        self._let_go(request.lines)
+        return None
 
     def _preempt(self, request: Request) -> None:
         """Frees what a request holds; it will recompute what the cache no longer has."""
         self.running.remove(request)
-        self._let_go(request)
+        self._let_go(request.lines)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _let_go(self, request: Request, *, keep: bool = True) -> None:
-        if request.sequence is not None:
-            self.manager.release(request.sequence, keep_tail=keep)
-            request.sequence = None
+    def _let_go(self, lines: Sequence[Line], *, keep: bool = True) -> None:
+        for line in lines:
+            if line.sequence is not None:
+                self.manager.release(line.sequence, keep_tail=keep)
+                line.sequence = None
+
+
+def _count(items: Sequence[Scheduled]) -> int:
+    return sum(item.count for item in items)

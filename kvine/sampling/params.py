@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvine.errors import RequestError
 
@@ -42,6 +42,16 @@ class SamplingParams:
         stop: Strings that end the text; one string is accepted as one stop. Kept as a tuple.
         stop_token_ids: Ids that end the text beside the model's own EOS. Kept as a tuple.
         ignore_eos: Go on past the model's EOS; `stop` and `stop_token_ids` still end the text.
+        n: Texts drawn from the one prompt, which is computed and kept once. Sample i of a seed is the same for every n;
+            from the second on, texts differ only where there is noise, so n above 1 needs a temperature.
+        num_beams: Above 1, beam search: the num_beams most likely texts so far go on side by side, and as many finished
+            ones are returned, the best first. Nothing is drawn, so it takes none of the options that choose or change
+            logits, and no stop strings; `stop_token_ids` and `min_tokens` it does take.
+        length_penalty: Beam search divides a text's sum of log-probabilities by its length to this power, -10 to 10.
+            The sums are negative: above 0 favours long texts, below 0 short ones, 0 takes the sum itself.
+        early_stopping: When beam search ends, once there are num_beams texts. True: at once. False: when the best
+            unfinished one, scored at its present length, cannot beat the worst of them. `"never"`: when it could not
+            at any length up to the limit. As in transformers.
     """
 
     max_tokens: int | None = 256
@@ -60,6 +70,10 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    n: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         for name, lowest, or_none in _INTEGERS:
@@ -80,6 +94,26 @@ class SamplingParams:
         self._set("stop", _stop_strings(self.stop))
         ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
         self._set("stop_token_ids", tuple(_integer("each of stop_token_ids", i, 0) for i in ids))
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(f'early_stopping must be true, false or "never", not {self.early_stopping!r}.')
+        self._check_lines()
+
+    def _check_lines(self) -> None:
+        """Refuses what several texts of one prompt do not go with."""
+        if self.num_beams > 1:
+            _refuse_with_beams(self)
+        elif self.length_penalty != 1.0 or self.early_stopping is not False:
+            raise RequestError("length_penalty and early_stopping belong to beam search: give num_beams above 1 too.")
+        elif self.n > 1 and self.greedy:
+            raise RequestError(
+                f"n={self.n} greedy samples would all be the same: give a temperature above {GREEDY_TEMPERATURE}, or "
+                "num_beams for several likely texts."
+            )
+
+    @property
+    def num_lines(self) -> int:
+        """Texts that go on side by side: samples or beams."""
+        return max(self.n, self.num_beams)
 
     @property
     def greedy(self) -> bool:
@@ -103,6 +137,8 @@ _INTEGERS = (  # name, lowest allowed, whether None is
     ("penalty_window", 0, True),
     ("seed", 0, True),
     ("logprobs", 0, True),
+    ("n", 1, False),
+    ("num_beams", 1, False),
 )
 
 _NUMBERS = (  # name, lowest, highest, the rule in words
@@ -112,7 +148,30 @@ _NUMBERS = (  # name, lowest, highest, the rule in words
     ("repetition_penalty", 0.0, math.inf, "a finite number above 0 (1 turns it off)"),
     ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
     ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
+    ("length_penalty", -10.0, 10.0, "a number from -10 to 10"),
 )
+
+NOT_WITH_BEAMS: tuple[tuple[str, Any, str], ...] = (  # name, the value that is none, why
+    ("n", 1, "beam search draws no samples, and returns num_beams texts as it is"),
+    ("temperature", None, "beam search draws nothing: it takes the most likely texts"),
+    ("top_k", None, "beam search draws nothing: it ranks all tokens"),
+    ("top_p", 1.0, "beam search draws nothing: it ranks all tokens"),
+    ("min_p", 0.0, "beam search draws nothing: it ranks all tokens"),
+    ("repetition_penalty", 1.0, "beams are ranked by the model's own log-probabilities"),
+    ("presence_penalty", 0.0, "beams are ranked by the model's own log-probabilities"),
+    ("frequency_penalty", 0.0, "beams are ranked by the model's own log-probabilities"),
+    ("logit_bias", {}, "beams are ranked by the model's own log-probabilities"),
+    ("logprobs", None, "each beam reports its score instead"),
+    ("stop", (), "a text is ranked before it is decoded: give stop_token_ids instead"),
+)
+"""What beam search refuses, and why. `None` where no one value says that an option is off."""
+
+
+def _refuse_with_beams(params: "SamplingParams") -> None:
+    off = {"temperature": params.greedy, "top_k": params.top_k <= 0, "logprobs": params.logprobs is None}
+    for name, none, why in NOT_WITH_BEAMS:
+        if not off.get(name, getattr(params, name) == none):
+            raise RequestError(f"num_beams={params.num_beams} does not go with {name}: {why}.")
 
 
 def _integer(name: str, value: Any, lowest: int, *, or_none: bool = False) -> int:

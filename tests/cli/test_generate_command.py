@@ -48,6 +48,7 @@ def test_json_is_one_object(generate):
             "detail",
             "usage",
             "timings",
+            "choices",
             "trace",
         )
     ]
@@ -266,3 +267,35 @@ def test_a_file_of_random_weights_is_named_where_they_give_no_numbers(kvine, tmp
     assert ended.err.startswith(
         f"Error: The logits of {damaged} have no finite maximum, but nan: its weights are damaged"
     )
+
+
+def test_several_texts_come_under_their_numbers_and_all_in_json(generate):
+    beams = (*TEN, "--num-beams", 3, "--length-penalty", 0.5, "--early-stopping", "never")
+    ended = generate(PROMPT, *beams)
+    choices = generate(PROMPT, *beams, "--json").json["choices"]
+    assert ended.out == "".join(f"[{i}] score {c['score']:.4f}\n{c['text']}\n" for i, c in enumerate(choices, start=1))
+    assert "3 answers: 30 tokens" in ended.err and "ms/step · length" in ended.err
+    drawn = (*TEN, "--n", 2, "--temperature", 1, "--seed", 4, "--logprobs", 1)
+    outcome = generate(PROMPT, *drawn, "--json").json
+    assert [c["score"] for c in outcome["choices"]] == [None, None] and len(outcome["choices"][1]["logprobs"]) == 10
+    assert outcome["text"] == outcome["choices"][0]["text"] != outcome["choices"][1]["text"]
+    assert outcome["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 20}
+    [single] = generate(PROMPT, *TEN, "--json").json["choices"]
+    assert single["score"] is None and single["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--n", 2), "n=2 greedy samples would all be the same"),
+        (("--num-beams", 2, "--temperature", 1), "num_beams=2 does not go with temperature"),
+        (("--num-beams", 2, "--stop", "x"), "give stop_token_ids instead"),
+        (("--num-beams", 0), "num_beams must be an integer of at least 1"),
+        (("--length-penalty", 2), "belong to beam search"),
+        (("--num-beams", 2, "--early-stopping", "soon"), "choose true, false or never"),
+        (("--num-beams", 4, "--max-step-tokens", 3), "4 beams take 4 tokens in each step"),
+    ],
+)
+def test_what_several_texts_do_not_go_with_is_said(generate, options, says):
+    ended = generate(PROMPT, *options)
+    assert ended.code == 2 and ended.out == "" and says in " ".join(ended.err.split())

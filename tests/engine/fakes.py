@@ -157,6 +157,7 @@ def cache_free_output(
     views: tuple[View, ...] = WINDOWED_AND_FULL,
     eos: Collection[int] = (EOS,),
     limit: int | None = None,
+    index: int = 0,
 ) -> tuple[list[int], str]:
     """What a request must generate, and why it ends: a loop over the model's function, written apart."""
     output: list[int] = []
@@ -166,7 +167,7 @@ def cache_free_output(
     while True:
         logits = torch.tensor([cache_free_logits((*prompt, *output), views)])
         banned = ends if len(output) < params.min_tokens else ()
-        [sample] = Sampler(VOCAB).sample(logits, [SampleRow(params, prompt, list(output), seed, 0, banned)])
+        [sample] = Sampler(VOCAB).sample(logits, [SampleRow(params, prompt, list(output), seed, index, banned)])
         assert isinstance(sample, Sample)
         output.append(sample.token_id)
         if sample.token_id in ends:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvine.errors import RequestError
-from kvine.sampling.params import SamplingParams
+from kvine.sampling.params import NOT_WITH_BEAMS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -114,3 +114,52 @@ def test_what_is_greedy_and_what_edits_logits() -> None:
 def test_params_load_without_torch() -> None:
     code = "import sys, kvine.sampling.params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+BEAMS_REFUSE = [
+    ({"n": 2, "temperature": 1.0}, "n"),
+    ({"temperature": 0.7}, "temperature"),
+    ({"top_k": 5}, "top_k"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -0.5}, "frequency_penalty"),
+    ({"logit_bias": {3: 1.0}}, "logit_bias"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"stop": "."}, "stop"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), BEAMS_REFUSE)
+def test_beams_refuse_what_would_draw_or_rank_otherwise(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError, match=rf"num_beams=2 does not go with {name}: "):
+        SamplingParams(num_beams=2, **options)
+
+
+def test_the_list_of_what_beams_refuse_is_reviewed() -> None:
+    """An option that is neither refused nor named here is new: say what beam search makes of it."""
+    taken = {"max_tokens", "min_tokens", "penalty_window", "seed", "stop_token_ids", "ignore_eos"}
+    own = {"num_beams", "length_penalty", "early_stopping"}
+    assert {name for name, _, _ in NOT_WITH_BEAMS} == {name for _, name in BEAMS_REFUSE}
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == taken | own | {name for _, name in BEAMS_REFUSE}
+    SamplingParams(num_beams=2, min_tokens=1, penalty_window=3, seed=1, stop_token_ids=(3,), ignore_eos=True, top_k=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_beams": 0}, "num_beams must be an integer of at least 1"),
+        ({"n": 0}, "n must be an integer of at least 1"),
+        ({"n": 2}, "n=2 greedy samples would all be the same: give a temperature above 0.0001, or num_beams"),
+        ({"length_penalty": 2.0}, "belong to beam search: give num_beams above 1 too"),
+        ({"early_stopping": True}, "belong to beam search: give num_beams above 1 too"),
+        ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10"),
+        ({"num_beams": 2, "length_penalty": 11}, "length_penalty must be a number from -10 to 10"),
+        ({"num_beams": 2, "early_stopping": "always"}, 'early_stopping must be true, false or "never"'),
+        ({"num_beams": 2, "early_stopping": 1}, 'early_stopping must be true, false or "never"'),
+    ],
+)
+def test_several_texts_are_asked_for_sensibly_or_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**options)

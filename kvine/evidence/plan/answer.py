@@ -61,8 +61,8 @@ class Walls:
     Attributes:
         bandwidth: bytes a second that the machine reads.
         weight_bytes_per_step: read once, for all requests together.
-        kv_bytes_per_step: read by each request for itself, over all requests.
-        ms_per_token: floor of a step's time: each request gets one token from it. None where the weights are unknown.
+        kv_bytes_per_step: read by each sequence for itself, over all requests.
+        ms_per_token: floor of a step's time: each sequence gets one token from it. None where the weights are unknown.
         tokens_per_second: ceiling over all requests.
         crossover_context: shortest context from which on, at the planned batch, more is read of K and V than of
             weights; None if no context does.
@@ -86,6 +86,7 @@ class Plan:
         subject: what was planned.
         cache, engine, device: what it was planned for.
         context, batch: tokens of each request, and how many requests.
+        sequences, shared: samples or beams of each request, and how many tokens they share.
         kv_dtype: what K and V are kept in.
         specs: of the cache.
         weight_bytes: what the weights take while the model runs; None where that is unknown.
@@ -104,6 +105,8 @@ class Plan:
     device: str
     context: int
     batch: int
+    sequences: int
+    shared: int
     kv_dtype: str
     specs: tuple[CacheSpec, ...]
     weight_bytes: int | None

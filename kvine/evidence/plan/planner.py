@@ -6,7 +6,7 @@ The formulas live with what they describe, in `cache/spec.py` and `models/`: the
 from collections.abc import Callable
 
 from kvine.cache.layout import ITEM_BYTES
-from kvine.cache.shelf import shelves_of
+from kvine.cache.shelf import Shelf, shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, check_dtype, parse_bytes
 from kvine.errors import ConfigError
@@ -14,6 +14,7 @@ from kvine.evidence.plan.answer import Fits, Group, Plan, Walls
 from kvine.evidence.plan.machine import Quantity, available_memory, measure_bandwidth, parse_bandwidth, planned_device
 from kvine.evidence.plan.sources import subject_of
 from kvine.evidence.plan.subject import Figures, Subject
+from kvine.evidence.plan.weights import Weights
 from kvine.evidence.plan.workspace import Workspace, workspace
 from kvine.hub import Progress
 from kvine.models.cache_specs import cache_specs
@@ -27,6 +28,8 @@ def plan(
     *,
     context: int | None = None,
     batch: int = 1,
+    sequences: int = 1,
+    shared: int = 0,
     memory: int | str | None = None,
     bandwidth: int | str | None = None,
     dtype: str = "auto",
@@ -43,6 +46,8 @@ def plan(
         model: an alias, a hub id, a folder, a config.json or a .gguf file; bare figures; or a subject already read.
         context: tokens of each request; by default the model's context, at most 8,192.
         batch: requests side by side.
+        sequences: samples or beams of each request.
+        shared: tokens of its prompt, which they share; 0 counts each sequence in full.
         memory: bytes to fit into, or a text such as `24GiB`; by default what is free on this machine.
         bandwidth: bytes a second, or a text such as `19GB/s`; by default it is measured, which takes two seconds.
         dtype: compute dtype: `auto`, `fp32`, `bf16` or `fp16`.
@@ -67,9 +72,20 @@ def plan(
     if context is None:
         context = min(DEFAULT_CONTEXT, subject.max_context or DEFAULT_CONTEXT)
     _check_count("context", context, MOST_TOKENS)
+    _check_count("sequences", sequences, MOST_BATCH)
+    _check_count("shared", shared, context, least=0)
     room = available_memory(place) if memory is None else Quantity(parse_bytes(memory), "given")
     speed = measure_bandwidth(place) if bandwidth is None else Quantity(parse_bandwidth(bandwidth), "given")
-    planner = Planner(subject, cache or CacheConfig(), engine or EngineConfig(), device=place, room=room, speed=speed)
+    planner = Planner(
+        subject,
+        cache or CacheConfig(),
+        engine or EngineConfig(),
+        device=place,
+        room=room,
+        speed=speed,
+        sequences=sequences,
+        shared=shared,
+    )
     return planner.plan(context, batch)
 
 
@@ -82,6 +98,7 @@ class Planner:
         device: the kind of device.
         room, speed: memory to fit into, and bandwidth.
         kv_bits: bits of each number of K and V, for a width that no codec has; its scales are not counted.
+        sequences, shared: samples or beams of each request, and tokens that they share.
     """
 
     def __init__(
@@ -94,9 +111,12 @@ class Planner:
         room: Quantity,
         speed: Quantity,
         kv_bits: int | None = None,
+        sequences: int = 1,
+        shared: int = 0,
     ) -> None:
         self.subject, self.cache, self.engine = subject, cache, engine
         self.device, self.room, self.speed = device, room, speed
+        self.sequences, self.shared = sequences, shared
         self.specs = cache_specs(subject, cache)
         self.shelves = shelves_of(self.specs)
         if kv_bits is None:
@@ -112,25 +132,25 @@ class Planner:
         self.weights = subject.weights
 
     def held(self, context: int, batch: int) -> int:
-        """Bytes of the blocks that all requests hold between two steps."""
+        """Bytes of the blocks that all requests hold between two steps; beams may share more."""
         shelves = zip(self.shelves, self.shelf_sizes, strict=True)
-        return batch * sum(shelf.num_live_blocks(context) * size for shelf, size in shelves)
+        return batch * sum(self._blocks(shelf, context) * size for shelf, size in shelves)
 
     def peak(self, context: int, batch: int) -> int:
         """Bytes of the blocks that they hold at most, while a step runs."""
-        chunk = self.engine.max_step_tokens
+        chunk, family = self.engine.max_step_tokens, (self.sequences, self.shared, batch)
         shelves = zip(self.shelves, self.shelf_sizes, strict=True)
-        return sum(shelf.max_live_blocks(context, chunk, batch) * size for shelf, size in shelves)
+        return sum(shelf.max_forked_blocks(context, chunk, *family) * size for shelf, size in shelves)
 
     def read(self, context: int, batch: int) -> int:
-        """Bytes of K and V that a decode step reads at most, each request its own; of packed ones, one exact."""
+        """Bytes of K and V that a decode step reads at most, each sequence its own; of packed blocks, one exact."""
         total = sum(s.num_visible(context) * n for s, n in zip(self.specs, self.token_sizes, strict=True))
         opened = zip(self.shelves[len(self.specs) :], self.shelf_sizes[len(self.specs) :], strict=True)
         for shelf, size in opened:
             tokens = min(shelf.spec.num_visible(context), shelf.spec.block_size)
             packed = self.token_sizes[self.specs.index(shelf.spec)]
             total += tokens * (size // shelf.spec.block_size - packed)
-        return batch * total
+        return batch * self.sequences * total
 
     def workspace(self, context: int, batch: int) -> Workspace | None:
         """What a step takes beside; None for a model that Kvine does not run."""
@@ -143,7 +163,7 @@ class Planner:
             on_cpu=self.device == "cpu",
             packings=self.subject.packings,
             context=context,
-            batch=batch,
+            batch=batch * self.sequences,
             max_step_tokens=self.engine.max_step_tokens,
         )
 
@@ -173,16 +193,16 @@ class Planner:
         of_kv, weights = self.read(context, batch), self.weights
         if weights is None:
             return Walls(self.speed, None, of_kv, None, None, None, None)
-        of_weights = weights.bytes_per_step(batch)
+        of_weights = weights.bytes_per_step(batch * self.sequences)
         seconds = (of_weights + of_kv) / self.speed.value
         by_context = _last(lambda tokens: self.read(tokens, batch) <= of_weights, MOST_TOKENS)
-        by_batch = _last(lambda number: self.read(context, number) <= weights.bytes_per_step(number), MOST_BATCH)
+        by_batch = _last(self._reads_less(context, weights), MOST_BATCH)
         return Walls(
             bandwidth=self.speed,
             weight_bytes_per_step=of_weights,
             kv_bytes_per_step=of_kv,
             ms_per_token=seconds * 1e3,
-            tokens_per_second=batch / seconds,
+            tokens_per_second=batch * self.sequences / seconds,
             crossover_context=None if by_context == MOST_TOKENS else by_context + 1,
             crossover_batch=None if by_batch == MOST_BATCH else by_batch + 1,
         )
@@ -198,6 +218,8 @@ class Planner:
             device=self.device,
             context=context,
             batch=batch,
+            sequences=self.sequences,
+            shared=self.shared,
             kv_dtype=self.kv_dtype,
             specs=self.specs,
             weight_bytes=None if self.weights is None else self.weights.nbytes,
@@ -215,7 +237,7 @@ class Planner:
         spec, size = self.specs[group], self.sizes[group]
         blocks = spec.num_live_blocks(context)
         held = sum(
-            shelf.num_live_blocks(context) * size
+            self._blocks(shelf, context) * size
             for shelf, size in zip(self.shelves, self.shelf_sizes, strict=True)
             if shelf.spec == spec
         )
@@ -228,6 +250,13 @@ class Planner:
             kept_tokens=blocks * spec.block_size,
             held_bytes=batch * held,
         )
+
+    def _blocks(self, shelf: Shelf, context: int) -> int:
+        return shelf.num_forked_blocks(context, self.sequences, self.shared)
+
+    def _reads_less(self, context: int, weights: Weights) -> Callable[[int], bool]:
+        """Whether so many requests read less of K and V than of the weights."""
+        return lambda number: self.read(context, number) <= weights.bytes_per_step(number * self.sequences)
 
 
 def _item_bytes(spec: CacheSpec, dtype: str) -> int:
@@ -257,6 +286,6 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _check_count(name: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{name} is {value!r}: give a whole number from 1 to {most}.")
+def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}: give a whole number from {least} to {most}.")

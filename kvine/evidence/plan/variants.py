@@ -51,6 +51,8 @@ def planner_of(planned: Plan, **changed: object) -> Planner:
         "device": planned.device,
         "room": planned.fits.memory,
         "speed": planned.walls.bandwidth,
+        "sequences": planned.sequences,
+        "shared": planned.shared,
     }
     return Planner(**(arguments | changed))  # type: ignore[arg-type]  # each is of its own argument's type
 

@@ -108,6 +108,23 @@ class StaleTables:
         return replace(batch, groups=groups)
 
 
+class LastLayerStale(StepAttention):
+    """When beams change places, the loop over the layers' block tables leaves out the last layer."""
+
+    def __init__(self, attention: CachedAttention, batch: Batch, stale: StaleTables) -> None:
+        super().__init__(attention, batch)
+        self._last = len(attention.layers) - 1
+        group = attention.layers[-1].group
+        self._reordered = self._plans[group]
+        self._stale = attention.backends[group].plan(stale(attention, batch), group, attention.pools[group].spec)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        group = self._attention.layers[-1].group
+        self._plans[group] = self._reordered if layer < self._last else self._stale
+        return super().__call__(layer, q, k, v)
+
+
 class OwnStepOnly(OpenBackend):
     """The mask is made for the tokens that are fed, and the cache's are forgotten."""
 

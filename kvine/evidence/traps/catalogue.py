@@ -90,6 +90,11 @@ def _stale_tables(parts: EngineParts) -> EngineParts:
     return with_batch(attention.StaleTables())(parts)  # each engine has tables of its own to remember
 
 
+def _stale_last_layer(parts: EngineParts) -> EngineParts:
+    stale = attention.StaleTables()
+    return with_step(lambda whole, batch: attention.LastLayerStale(whole, batch, stale))(parts)
+
+
 def _one_short(spec: CacheSpec) -> CacheSpec:
     return spec if spec.window is None else replace(spec, window=spec.window - 1)
 
@@ -236,6 +241,16 @@ _LIST = (
         story="beams",
     ),
     _trap(
+        "stale-beam-reorder",
+        _stale_last_layer,
+        attention.LastLayerStale.__call__,
+        "kvine/engine/lines.py",
+        "line.sequence = manager.fork(sequence) if beam.parent in taken else sequence",
+        "Greedy text is right, and so are beams as long as each keeps its place. After a switch one layer reads what "
+        "another beam has said: the text stays fluent, and no beam's score is that of its text any more.",
+        story="beams",
+    ),
+    _trap(
         "cache-wider-than-model",
         with_pool(cache.in_fp32),
         cache.in_fp32,
@@ -301,6 +316,7 @@ _LIST = (
         """
         sequence.tokens.extend(tokens)
         assert self.specs[0].num_blocks(sequence.num_tokens) <= len(sequence.tables[0]), "committed more than reserved"
+        self._let_die(sequence, self.shelves[len(self.specs) :], before)  # what is sealed now lies elsewhere
         if self.prefix_caching:
             while len(sequence.path) <= sequence.num_tokens // self.block_size:
                 self._publish_next(sequence)

@@ -19,7 +19,14 @@ from kvine.evidence.traps.kinds import UNKNOWN
 from kvine.evidence.traps.probes import PROBES, Probe, Words
 from kvine.evidence.traps.reads import explain_reads
 from kvine.evidence.traps.scene import Scene
-from kvine.evidence.traps.symptoms import Bounds, Symptoms, find_symptoms, measure_bounds, own_passes
+from kvine.evidence.traps.symptoms import (
+    Bounds,
+    Symptoms,
+    find_symptoms,
+    layers_reading_wrongly,
+    measure_bounds,
+    own_passes,
+)
 from kvine.evidence.traps.textbook import Textbook
 from kvine.evidence.traps.writes import explain_stored
 from kvine.hub import ModelSource
@@ -190,7 +197,12 @@ def _name(scene: Scene, symptoms: Symptoms) -> tuple[str, str]:
     hypothesis = explain_reads(scene, symptoms.reads)
     if hypothesis is None:
         return UNKNOWN, f"what is stored is right; {len(symptoms.reads)} rows of layer {scene.layer} attend otherwise"
-    return hypothesis.kind, f"what is stored is right; attention is reproduced by this: {hypothesis.detail}"
+    seen = f"what is stored is right; attention is reproduced by this: {hypothesis.detail}"
+    if hypothesis.kind == "stale-fork-table":
+        wrong = layers_reading_wrongly(scene.book, scene.recording, scene.passes, scene.bounds, symptoms.reads)
+        if len(wrong) < scene.book.config.num_layers:
+            return "stale-beam-reorder", f"{seen}, in {len(wrong)} of {scene.book.config.num_layers} layers"
+    return hypothesis.kind, seen
 
 
 def _name_logits(scene: Scene, symptoms: Symptoms) -> tuple[str, str]:

@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "padding-attended": "empty places after the text take part in attention",
         "left-padding-attended": "copies of the first token stand before the text and take part in attention",
         "stale-fork-table": "after a fork a branch reads through the block table that another branch had",
+        "stale-beam-reorder": "after beams have changed places, some layers read through the tables from before",
         "cache-wider-than-model": "K and V are stored wider than asked for: the text is right, the bytes are not",
         "cache-narrower-than-intended": "K and V have been rounded to fewer bits than asked for",
         "bits-reinterpreted": "the bits of one dtype are read as those of another",

@@ -43,14 +43,15 @@ The examination is handed a function that builds an engine, and never learns wha
 3. In the first layer that differs, in the first thing tried that fails, it **asks where wrong keys and values come
    from**: another position's rotation, another slot, another text, nowhere, fewer bits, other bits.
 4. If what is stored is right, it **simulates** known mistakes of reading, one after the other, with the textbook. The
-   one that reproduces what the engine has computed, row by row, is what happened.
+   one that reproduces what the engine has computed, row by row, is what happened. Of block tables that stay behind it
+   also asks in which layers: in all, or in some, as after a beam switch that was not carried through.
 5. If none does, it says `unknown`, and where.
 
 The bound of rounding is measured for each layer: sixteen times the difference between fp64 and the model's own dtype,
 and between whole products and single rows, and never less than sixteen units in the last place of the largest value.
 With packed weights the difference between products that round what they multiply and products that do not is measured
 too, and the bound is wider. So weights are exact unless you say otherwise: with `kvine verify --inject all --weights
-packed` all 27 faults are caught in SmolLM2, and 25 named for what they are; two that concern sinks look like a cache
+packed` all 28 faults are caught in SmolLM2, and 26 named for what they are; two that concern sinks look like a cache
 that keeps too few bits.
 
 ## How well it does

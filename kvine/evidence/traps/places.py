@@ -63,6 +63,7 @@ _WIRING = Place("kvine/engine/build.py", ("standard_parts",))
 _TABLES = Place("kvine/cache/manager.py", ("CacheManager.reserve", "CacheManager._attach"))
 _COMMIT = Place("kvine/cache/manager.py", ("CacheManager.commit", "CacheManager._publish_next"))
 _FORK = Place("kvine/cache/manager.py", ("CacheManager.fork", "CacheManager._copy_on_write"))
+_SWITCH = Place("kvine/engine/lines.py", ("switch",))
 _CROP = Place("kvine/cache/manager.py", ("CacheManager.crop", "CacheManager._release_from"))
 _RELEASE = Place("kvine/cache/manager.py", ("CacheManager.release", "CacheManager._release_block"))
 _REFERENCES = Place("kvine/cache/blocks.py", ("BlockPool.take", "BlockPool.acquire", "BlockPool.release"))
@@ -97,7 +98,8 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "reads-another-sequence": (_SLOTS, _PLAN, _GATHER, _TABLES),
         "padding-attended": (_PLAN, _GATHER, _REFERENCE),
         "left-padding-attended": (_PLAN, _GATHER, _REFERENCE),
-        "stale-fork-table": (_SLOTS, _FORK),
+        "stale-fork-table": (_SLOTS, _SWITCH, _FORK),
+        "stale-beam-reorder": (_SWITCH, _PLAN, _GATHER, _SLOTS, _FORK),
         "cache-wider-than-model": (_CODEC, _STORAGE),
         "cache-narrower-than-intended": (_CODEC, _STORAGE, _STORE),
         "bits-reinterpreted": (_CODEC, _STORE, _PLAN, _GATHER),
@@ -117,7 +119,7 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "scale-missing": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP),
         "scale-wrong": (_SCORES, _KERNEL, _TILES, _PAGED, _STEP, _CONFIG),
         "softcap-missing": (_PLAN, _GATHER, _SCORES, _KERNEL, _TILES, _PAGED, _CONFIG),
-        "other-tokens-fed": (_BATCH, Place("kvine/engine/request.py", ("Request.tokens",))),
+        "other-tokens-fed": (_BATCH, Place("kvine/engine/request.py", ("Line.tokens",))),
         "logits-of-another-row": (_BATCH, _COPIES, _LOGITS),
         "blocks-never-released": (_RELEASE, _REFERENCES, Place("kvine/engine/scheduler.py", ("Scheduler._let_go",))),
         "step-fails": (_COPIES, _STEP, _STORAGE),

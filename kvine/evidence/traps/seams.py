@@ -52,7 +52,7 @@ def with_backend(backend: Callable[[Backend], Backend]) -> Fault:
     return with_attention(change)
 
 
-def with_step(step: type[StepAttention]) -> Fault:
+def with_step(step: Callable[[CachedAttention, Batch], StepAttention]) -> Fault:
     """The same engine with another `attend`."""
 
     class Attention(CachedAttention):

@@ -149,6 +149,20 @@ def find_symptoms(book: Textbook, recording: Recording, passes: Sequence[Pass], 
     return Symptoms(None, [], [], [], _differing(rows, logits, last, bounds.logits))
 
 
+@torch.inference_mode()
+def layers_reading_wrongly(
+    book: Textbook, recording: Recording, passes: Sequence[Pass], bounds: Bounds, rows: Sequence[Row]
+) -> list[int]:
+    """The layers whose attention is wrong for any of these rows, each judged by the q, k and v that it was given."""
+    wrong = []
+    for layer in range(book.config.num_layers):
+        ours = torch.stack([recording.states[row.step]["attn_out", layer][row.index] for row in rows])
+        right = torch.stack([passes[row.text].outputs[layer][row.position] for row in rows])
+        if _differing(rows, ours, right, bounds.outputs[layer]):
+            wrong.append(layer)
+    return wrong
+
+
 def _gather(recording: Recording, name: str, layer: int) -> Tensor:
     return torch.stack([recording.states[row.step][name, layer][row.index] for row in recording.rows])
 
