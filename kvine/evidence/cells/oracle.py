@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kvine.attention.dense import DenseAttention
-from kvine.config import CacheConfig
+from kvine.config import PER_TOKEN, CacheConfig, is_packed
 from kvine.engine.build import DTYPE_NAMES, dense_attention
 from kvine.engine.cache_free import DenseRunner
+from kvine.evidence.cells.quantizer import block_loss
 from kvine.evidence.cells.setup import Prompt, Setup
 from kvine.evidence.exact_products import with_exact_products
 from kvine.evidence.judge import LARGEST_SHARE, MARGIN, PACKED_SHARE, Rounding, measure_rounding
@@ -19,6 +20,8 @@ from kvine.evidence.row_split import split_logits, whole_logits
 from kvine.models.load import LoadedModel
 
 UNSTEADY = 4.0  # times as far may rounding move what a window without sinks has cut off from its beginning
+# Of the logits' range, what numbers that fall to the other of two steps may move them: a few of those that are packed.
+PACKED_KV_SHARE = {"int8": 0.1, "int4": 0.2, "int2": 0.4}
 LOSSY = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -55,7 +58,8 @@ class Oracle:
     def reference(self, setup: Setup) -> Reference:
         """What a cell is compared with."""
         cache = setup.cache
-        key = (setup.prompt, cache.window, cache.sink_tokens, cache.sink_rule, cache.kv_dtype)
+        size = cache.block_size if _packs(cache) else None  # where a block ends matters only to what packs it
+        key = (setup.prompt, cache.window, cache.sink_tokens, cache.sink_rule, cache.kv_dtype, size)
         if key not in self._references:
             self._references[key] = self._compute(setup)
         return self._references[key]
@@ -75,7 +79,7 @@ class Oracle:
         record = Record(logits.argmax(1).tolist(), logits)
         share = self._largest_share(setup.cache)
         rounding = measure_rounding(self._model.dtype, record, *controls, largest_share=share)
-        if self._keep(setup.cache) is not None:
+        if _packs(setup.cache) or self._keep(setup.cache) is not None:
             # Whether a value lies above or below the middle of two that can be stored is up to rounding too, and a
             # single one that falls the other way shows in no control. All together they make less than the loss.
             exact = whole_logits(self._dense(replace(setup.cache, kv_dtype="exact")), ids, count)
@@ -90,7 +94,9 @@ class Oracle:
         the same noise moves its logits further (SmolLM2 in bf16: by 14.5 % of their range with a window of 12).
         """
         share = LARGEST_SHARE[DTYPE_NAMES[self._model.dtype]]
-        if self._keep(cache) is not None:
+        if _packs(cache):
+            share = max(share, *(PACKED_KV_SHARE.get(codec.removesuffix(PER_TOKEN), 0) for codec in cache.codecs))
+        elif self._keep(cache) is not None:
             share = max(share, LARGEST_SHARE[cache.kv_dtype])
         if self._model.packings:
             share = max(share, PACKED_SHARE)
@@ -98,7 +104,8 @@ class Oracle:
         return UNSTEADY * share if unsteady else share
 
     def _dense(self, cache: CacheConfig) -> DenseRunner:
-        attention: DenseAttention = dense_attention(self._model, cache, keep=self._keep(cache))
+        loss = block_loss(cache) if _packs(cache) else None
+        attention: DenseAttention = dense_attention(self._model, cache, keep=self._keep(cache), loss=loss)
         return DenseRunner(self._model.decoder, attention, self._model.device)
 
     def _keep(self, cache: CacheConfig) -> Callable[[Tensor], Tensor] | None:
@@ -108,6 +115,10 @@ class Oracle:
         stored = LOSSY[cache.kv_dtype]
         largest = torch.finfo(stored).max
         return lambda values: values.float().clamp(-largest, largest).to(stored).to(values.dtype)
+
+
+def _packs(cache: CacheConfig) -> bool:
+    return any(is_packed(codec) for codec in cache.codecs)
 
 
 def _text(setup: Setup) -> tuple[Sequence[int], int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvine.cache.shelf import shelves_of
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
 from kvine.errors import ConfigError, KvineError
@@ -148,8 +149,9 @@ def _parts(bench: Bench, setup: Setup) -> EngineParts:
     size = setup.cache.block_size
     others = [other(setup.prompt.ids, size) for other in (*setup.earlier, *setup.mates)]
     longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text) + HEAD_START
-    blocks = [spec.max_live_blocks(longest, setup.engine.max_step_tokens) + 1 for spec in specs]  # and one to copy to
-    needed = sum(n * spec.bytes_per_block(bench.dtype) for n, spec in zip(blocks, specs, strict=True))
+    shelves = shelves_of(specs)
+    blocks = [shelf.max_live_blocks(longest, setup.engine.max_step_tokens) + 1 for shelf in shelves]  # one to copy to
+    needed = sum(n * shelf.bytes_per_block(bench.dtype) for n, shelf in zip(blocks, shelves, strict=True))
     cache = replace(setup.cache, kv_memory=needed if setup.tight else AMPLE * needed)
     parts = bench.make_parts(cache, setup.engine)
     for exchange in setup.exchange:

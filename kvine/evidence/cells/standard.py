@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvine.config import KV_DTYPES, CacheConfig
+from kvine.cache.layout import PACKED_BITS
+from kvine.config import KV_DTYPES, PACKED_CODECS, CacheConfig
 from kvine.engine.build import usable_backends
 from kvine.evidence.cells.drive import WRONG_TOKENS, cropped, edited, forked, queued
 from kvine.evidence.cells.factors import Factor, Level, Scope, register
@@ -178,6 +179,13 @@ def codec(scope: Scope) -> Factor:
     def refuse(values: Values) -> str | None:
         kept, computed = values.get("codec"), values.get("dtype")
         if kept in (None, "exact"):
+            return None
+        if kept in PACKED_CODECS:
+            each, size = 8 // PACKED_BITS[kept], values.get("block size")
+            if size is not None and size % each:
+                return f"Keys in {kept} share bytes among {each} tokens, and a block has {size}."
+            if values.get("prefix") == "partly":
+                return "A packed block matches in whole or not at all."
             return None
         if kept == computed:
             return f"{kept} in a model that computes in {kept} is exact."
