@@ -28,8 +28,7 @@ class CacheManager:
         budget: bytes of K and V over all groups.
         dtype: compute dtype, `fp32`, `bf16` or `fp16`.
         prefix_caching: whether blocks are published and kept for later sequences.
-        capacities: blocks that each shelf's address space holds; by default the whole budget for each, so that only
-            the bytes limit them.
+        capacities: blocks that each shelf's address space holds; by default the whole budget, so that bytes limit them.
         hash_function: of the prefix index, see there.
     """
 
@@ -268,12 +267,13 @@ class CacheManager:
         return self.bytes_referenced + wanted <= self.budget
 
     def _num_holders(self, shelf: int, block: int) -> int:
-        """Sequences that hold a block, copies that are still to be made of it aside."""
+        """Sequences that hold a block; copies still to be made of it hold it too, and do not count."""
         return self.pools[shelf].references[block] - self._pinned_sources.count((shelf, block))
 
     def _writable(self, shelf: int, block: int) -> bool:
         """Whether its one holder may write to a block, copies of it being made before anything is written."""
-        return self._num_holders(shelf, block) == 1 and block not in self.pools[shelf].node_of
+        pool = self.pools[shelf]
+        return pool.writable(block) or (self._num_holders(shelf, block) == 1 and block not in pool.node_of)
 
     def _take(self, shelf: int) -> int:
         pool = self.pools[shelf]

@@ -10,6 +10,7 @@ from kvine.attention.base import Batch, GroupBatch
 from kvine.attention.cached import CachedAttention
 from kvine.attention.reference import ReferenceBackend
 from kvine.cache.prefix import Node
+from kvine.cache.sequence import MISSING
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 
@@ -51,9 +52,13 @@ def shared_table(parts: EngineParts) -> EngineParts:
 
     def change(batch: Batch, group: GroupBatch) -> GroupBatch:
         first = group.block_tables[0]
-        return replace(
-            group, block_tables=[[*first, *table[len(first) :]][: len(table)] for table in group.block_tables]
-        )
+
+        def shared(table: list[int]) -> list[int]:
+            pairs = zip(first, table, strict=False)
+            whole = [theirs if theirs != MISSING else own for theirs, own in pairs]
+            return [*whole, *table[len(whole) :]]
+
+        return replace(group, block_tables=[shared(table) for table in group.block_tables])
 
     return with_fault(parts, lambda whole: changed_groups(whole, change))
 
@@ -81,8 +86,8 @@ def careless_comparison(parts: EngineParts) -> EngineParts:
     index = parts.manager.index
     whole = index.longest_overlap
 
-    def longest_overlap(parent: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        node, shared = whole(parent, tokens)
+    def longest_overlap(parent: Node, tokens: Sequence[int], shelves: Sequence[int]) -> tuple[Node | None, int]:
+        node, shared = whole(parent, tokens, shelves)
         return node, shared if node is None else min(shared + 1, len(tokens), len(node.tokens))
 
     index.longest_overlap = longest_overlap  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from kvine.engine.build import DTYPE_NAMES, dense_attention
 from kvine.engine.cache_free import DenseRunner
 from kvine.evidence.cells.quantizer import block_loss
 from kvine.evidence.cells.setup import Prompt, Setup
+from kvine.evidence.coarse_angles import with_coarse_angles
 from kvine.evidence.exact_products import with_exact_products
 from kvine.evidence.judge import LARGEST_SHARE, MARGIN, PACKED_SHARE, Rounding, measure_rounding
 from kvine.evidence.locate import StateTrace
@@ -63,6 +64,14 @@ class Oracle:
         if key not in self._references:
             self._references[key] = self._compute(setup)
         return self._references[key]
+
+    def reference_of_others(self, setup: Setup) -> Reference:
+        """What a cell by another library is compared with: such a one may compute angles in fp32."""
+        reference, (ids, count) = self.reference(setup), _text(setup)
+        coarse = whole_logits(with_coarse_angles(self._dense(setup.cache)), ids, count)[:, : self.vocab_size]
+        off = MARGIN * float((coarse - reference.record.logits).abs().max())
+        rounding = reference.rounding
+        return replace(reference, rounding=replace(rounding, bound=max(rounding.bound, min(off, rounding.limit))))
 
     def trace(self, setup: Setup) -> StateTrace:
         """All hidden states of a cell's text."""

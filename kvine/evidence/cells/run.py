@@ -131,7 +131,8 @@ class CellRuns:
                 self._progress("prompts by transformers", len(cells), len(prompts))
                 setup = Setup(self._text(bench, prompt), bench.dtype, queued)
                 record = other(setup.prompt.ids, setup.prompt.text, bench.oracle.vocab_size, lambda done: None)
-                cells.append(judge_cell({**names, "prompt": prompt.name}, (record,), bench.oracle.reference(setup)))
+                reference = bench.oracle.reference_of_others(setup)
+                cells.append(judge_cell({**names, "prompt": prompt.name}, (record,), reference))
         except PathUnavailableError as error:
             cells.append(Cell(names, "not run", reason=str(error)))
         return cells
