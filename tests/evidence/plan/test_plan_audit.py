@@ -31,6 +31,9 @@ CACHES = (
     CacheConfig(block_size=8, kv_dtype="fp32", prefix_caching=True),
     CacheConfig(block_size=4, window=5),
     CacheConfig(block_size=8, window=20, sink_tokens=3, sink_rule="in_cache", kv_dtype="bf16"),
+    CacheConfig(block_size=8, kv_dtype="int8"),
+    CacheConfig(block_size=4, window=20, sink_tokens=3, kv_dtype="int4/int2"),
+    CacheConfig(block_size=16, kv_dtype="fp16/int4"),
 )
 LENGTHS = (1, 7, 8, 9, 64)
 Tiny = Callable[..., tuple[Any, Path]]
@@ -77,7 +80,7 @@ def stored_bytes(engine: Engine) -> tuple[int, int]:
         end = blocks._untouched
         for stored in (pool.k, pool.v):
             held += stored[:, ids].nbytes
-            touched = stored[:, :end].float().abs().amax(dim=(0, 2, 3, 4)) > 0
+            touched = stored[:, :end].transpose(0, 1).flatten(1).float().abs().amax(1) > 0
             used[:end] |= touched
             assert touched[ids].all(), "a block that is held was never written"
             assert not stored[:, end : end + 2].any(), "a block was written that nobody took"
@@ -101,7 +104,7 @@ def test_g05_planned_is_what_is_held(tiny: Tiny, kind: str, cache: CacheConfig, 
     assert seen >= set(LENGTHS)
     in_tensors, ever_written = stored_bytes(engine)
     assert in_tensors == held
-    if all(spec.window is None for spec in plan.specs):
+    if all(spec.window is None and not spec.packs for spec in plan.specs):  # otherwise blocks come and go
         assert ever_written == held
     else:
         assert held < ever_written <= plan.kv_peak_bytes + engine.manager.bytes_cached
