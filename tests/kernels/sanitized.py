@@ -19,7 +19,8 @@ def main(folder: str, *arguments: str) -> int:
     spec.loader.exec_module(module)
     sys.modules[spec.name] = module
     print(f"The tests run on {built}, with {torch.get_num_threads()} threads.")
-    files = [*sorted(TESTS.glob("test_*_kernels.py")), TESTS.parent / "engine" / "test_fused.py"]
+    engine = TESTS.parent / "engine"
+    files = [*sorted(TESTS.glob("test_*_kernels.py")), engine / "test_fused.py", engine / "test_packed_cache.py"]
     return pytest.main(["-q", "-p", "no:cacheprovider", *map(str, files), *arguments])
 
 
