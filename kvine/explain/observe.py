@@ -8,10 +8,11 @@ from kvine.rope import rotate
 
 
 class StepObserver:
-    """A decoder's observer that keeps the last row's query of each layer, and counts the numbers of q, k and v."""
+    """Keeps the last row's query and key of each layer that a decoder shows, and counts the numbers of q, k and v."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}  # by layer: [Hq, D], normed, not rotated
+        self.keys: dict[int, Tensor] = {}  # by layer: [Hkv, D], likewise
         self.numbers = {"q": 0, "k": 0, "v": 0}  # over all layers and rows
 
     def __call__(self, name: str, layer: int, tensor: Tensor) -> None:
@@ -20,6 +21,8 @@ class StepObserver:
             self.numbers[name] += tensor.numel()
         if name == "q":
             self.queries[layer] = tensor[-1].clone()
+        elif name == "k":
+            self.keys[layer] = tensor[-1].clone()
 
 
 def attention_weights(

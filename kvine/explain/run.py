@@ -107,7 +107,7 @@ def _read_prompt(runner: Runner, cache: SteppedCache, ids: Sequence[int]) -> tup
     past = [(cache.layer(layer)[0][0], cache.positions(layer)) for layer in layers]
     observer = StepObserver()
     logits = _step(runner, cache, ids[-1], observer)
-    weights = [_weights(runner, cache, layer, *past[layer], observer.queries[layer]) for layer in layers]
+    weights = [_weights(runner, cache, layer, *past[layer], observer) for layer in layers]
     return torch.stack(weights), logits
 
 
@@ -121,12 +121,23 @@ def _step(runner: Runner, cache: SteppedCache, token_id: int, observer: StepObse
 
 
 def _weights(
-    runner: Runner, cache: SteppedCache, layer: int, past: Tensor, past_positions: list[int], query: Tensor
+    runner: Runner,
+    cache: SteppedCache,
+    layer: int,
+    past: Tensor,
+    past_positions: list[int],
+    observer: StepObserver,
 ) -> Tensor:
     """[Hq, L] of the cache's last token, from the keys lent before it came and its own."""
-    position = len(cache) - 1
-    keys = torch.cat((past, cache.layer(layer)[0][0, :, -1:]), dim=1)  # [Hkv, held, D]
-    return attention_weights(runner.attention, layer, query, keys, [*past_positions, position], position)
+    position, place = len(cache) - 1, runner.attention.layers[layer]
+    own = cache.layer(layer)[0][0, :, -1:]
+    if place.group in runner.attention.open_shelf:  # it was read exactly, though it may have filled its block since
+        rotation = place.rope.cos_sin(torch.tensor([position], device=own.device))
+        own = place.rope.rotate(observer.keys[layer][None], *rotation)[0][:, None].to(own.dtype)
+    keys = torch.cat((past, own), dim=1)  # [Hkv, held, D]
+    return attention_weights(
+        runner.attention, layer, observer.queries[layer], keys, [*past_positions, position], position
+    )
 
 
 def _decode(subject: Subject, runner: Runner, cache: SteppedCache, token_id: int, steps: int) -> tuple[DecodeStep, ...]:

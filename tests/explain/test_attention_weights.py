@@ -46,10 +46,12 @@ CACHES = {
     "sinks": CacheConfig(block_size=4, window=6, sink_tokens=3),
     "sinks inside the cache": CacheConfig(block_size=4, window=6, sink_tokens=3, sink_rule="in_cache"),
     "fp16": CacheConfig(block_size=4, kv_dtype="fp16"),
+    "packed keys": CacheConfig(block_size=4, kv_dtype="int2/exact"),
 }
 
 
-@pytest.mark.parametrize("length", [10, 23])  # 9 is the first position that reads sinks inside the cache elsewhere
+# 9 is the first position that reads sinks inside the cache elsewhere; the last of 24 tokens fills its block.
+@pytest.mark.parametrize("length", [10, 23, 24])
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize(("arch", "softcap"), [("gemma3", None), ("qwen3", 1.5)])
 def test_weights_times_values_are_what_attention_gave_out(
