@@ -10,7 +10,7 @@ from kvine.cache.hashing import HashFunction, digest
 from kvine.cache.invariants import check_index, check_references, check_sequence
 from kvine.cache.prefix import Node, PrefixIndex, common_prefix
 from kvine.cache.sequence import MISSING, BlockCopy, CachedSequence
-from kvine.cache.shelf import Shelf, shelves_of
+from kvine.cache.shelf import shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.cache.store import Tier
 
@@ -165,11 +165,11 @@ class CacheManager:
         before = sequence.num_tokens
         sequence.tokens.extend(tokens)
         assert self.specs[0].num_blocks(sequence.num_tokens) <= len(sequence.tables[0]), "committed more than reserved"
-        self._let_die(sequence, self.shelves[len(self.specs) :], before)  # what is sealed now lies elsewhere
+        self._let_die(sequence, range(len(self.specs), len(self.shelves)), before)  # what is sealed lies elsewhere
         if self.prefix_caching:
             while len(sequence.path) <= sequence.num_tokens // self.block_size:
                 self._publish_next(sequence)
-        self._let_die(sequence, self.shelves[: len(self.specs)], before)
+        self._let_die(sequence, range(len(self.specs)), before)
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same past; blocks are shared until one of the two writes.
@@ -298,13 +298,12 @@ class CacheManager:
         self.num_releases += 1
         self.pools[shelf].release(block, self.num_releases)
 
-    def _let_die(self, sequence: CachedSequence, shelves: Sequence[Shelf], before: int) -> None:
+    def _let_die(self, sequence: CachedSequence, shelves: range, before: int) -> None:
         for shelf in shelves:
-            number = self.shelves.index(shelf)
-            table = sequence.tables[number]
-            for block in reversed(shelf.dying(before, sequence.num_tokens)):
+            table = sequence.tables[shelf]
+            for block in reversed(self.shelves[shelf].dying(before, sequence.num_tokens)):
                 if table[block] != MISSING:
-                    self._release_block(number, table[block])
+                    self._release_block(shelf, table[block])
                     table[block] = MISSING
 
     def _release_from(self, sequence: CachedSequence, num_tokens: int) -> None:

@@ -316,7 +316,7 @@ _LIST = (
         """
         sequence.tokens.extend(tokens)
         assert self.specs[0].num_blocks(sequence.num_tokens) <= len(sequence.tables[0]), "committed more than reserved"
-        self._let_die(sequence, self.shelves[len(self.specs) :], before)  # what is sealed now lies elsewhere
+        self._let_die(sequence, range(len(self.specs), len(self.shelves)), before)  # what is sealed lies elsewhere
         if self.prefix_caching:
             while len(sequence.path) <= sequence.num_tokens // self.block_size:
                 self._publish_next(sequence)
