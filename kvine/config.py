@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Literal
 
 from kvine.errors import ConfigError
+from kvine.spans import Spans, beyond_beginning, checked_spans, merged
 
 SinkRule = Literal["absolute", "in_cache"]
 ELEMENT_CODECS = ("exact", "fp32", "fp16", "bf16")
@@ -93,6 +94,10 @@ def _check_whole(name: str, value: object, least: int, most: int = MOST_TOKENS) 
         raise ConfigError(f"{name} is {value!r}: give a whole number from {least} to {most}.")
 
 
+def _written(spans: Spans) -> str:
+    return ", ".join(f"{first}:{end}" for first, end in spans)
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """How the past is kept.
@@ -110,6 +115,8 @@ class CacheConfig:
         sink_tokens: first tokens that stay visible past the window (attention sinks, arXiv:2309.17453).
         sink_rule: `absolute` keeps the sinks at their true distance; `in_cache` counts distances inside the cache, as
             StreamingLLM does, so that generation may go on past the model's context.
+        global_tokens: positions that every later query sees past the window, as runs `(first, end)` with the end
+            outside (the static global tokens of arXiv:2004.05150; queries at these positions see no more than others).
         prefix_caching: whether finished blocks are kept for later requests that begin with the same tokens.
         cache_dir: a folder in which full blocks are kept on disk too, for when memory is short and for later processes.
         cache_size: most bytes that the folder takes, or a text such as `2GiB`; at least 1 MiB. None: what was last said
@@ -122,6 +129,7 @@ class CacheConfig:
     window: int | None = None
     sink_tokens: int = 0
     sink_rule: SinkRule = "absolute"
+    global_tokens: Spans = ()
     prefix_caching: bool = True
     cache_dir: str | PathLike[str] | None = None
     cache_size: int | str | None = None
@@ -147,6 +155,27 @@ class CacheConfig:
             raise ConfigError("Sinks need a window: without one every token stays visible. Give window as well.")
         if self.sink_rule not in ("absolute", "in_cache"):
             raise ConfigError(f"sink_rule {self.sink_rule!r} is unknown: choose absolute or in_cache.")
+        self._check_global_tokens()
+
+    def _check_global_tokens(self) -> None:
+        try:
+            spans = merged(checked_spans(self.global_tokens))
+        except ValueError:
+            raise ConfigError(
+                f"global_tokens is {self.global_tokens!r}: give runs of positions such as ((0, 4), (100, 108))."
+            ) from None
+        object.__setattr__(self, "global_tokens", spans)
+        if spans and spans[-1][1] > MOST_TOKENS:
+            raise ConfigError(f"global_tokens end at {spans[-1][1]:,}: no text has more than {MOST_TOKENS:,} tokens.")
+        if spans and self.window is None:
+            raise ConfigError(
+                "Global tokens need a window: without one every token stays visible. Give window as well."
+            )
+        if self.sink_rule == "in_cache" and (apart := beyond_beginning(spans, self.sink_tokens)):
+            raise ConfigError(
+                f"With in_cache sinks, distances are counted inside the cache, where global tokens {_written(apart)} "
+                "have no place: let them touch the sinks at the beginning, or take sink_rule absolute."
+            )
 
     @property
     def codecs(self) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """The contracts of the room: what a step computes (`Batch`), and what every backend offers (`Backend`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from kvine.cache.pool import LayerKV
 from kvine.cache.spec import CacheSpec
+from kvine.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Batch:
         context_len: [R] tokens of each request after this call.
         groups: one for each layer group.
         logits_index: [M] rows of the hidden states whose logits are wanted.
+        pinned: for each request what stays visible whatever the windows; empty if nothing does for any.
     """
 
     input_ids: Tensor
@@ -43,11 +46,16 @@ class Batch:
     context_len: list[int]
     groups: tuple[GroupBatch, ...]
     logits_index: Tensor
+    pinned: Sequence[Spans] = ()
 
     @property
     def num_requests(self) -> int:
         """R."""
         return len(self.context_len)
+
+    def spec_of(self, request: int, spec: CacheSpec) -> CacheSpec:
+        """What one request sees in a group of layers."""
+        return spec.keeping(self.pinned[request]) if self.pinned else spec
 
 
 class Backend(Protocol):

@@ -4,6 +4,7 @@ What is read is always the cache, on the first prefill too: chunk size, prefix h
 change nothing but the order of float sums.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from kvine.attention.packed import PackedStep
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
 from kvine.cache.sequence import MISSING
+from kvine.cache.spec import CacheSpec
+from kvine.kernels import NEVER
 from kvine.rope import RotaryEmbedding
 
 
@@ -111,9 +114,7 @@ class StepAttention:
             else:
                 self._plans.append(backend.plan(batch, group, pool.spec))
                 self._rows.append(pool.row_index(batch.groups[group].slot_mapping))
-            limit = pool.spec.sinks_move_from
-            moved = limit is not None and max(batch.context_len) > limit
-            self._moved.append(batch.positions.clamp(max=limit - 1) if limit is not None and moved else None)
+            self._moved.append(_moved(batch, pool.spec))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends in one layer: q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
@@ -141,3 +142,16 @@ class StepAttention:
         if key not in self._angles:
             self._angles[key] = place.rope.cos_sin(self._positions if sinks is None else sinks)
         return self._angles[key]
+
+
+def _moved(batch: Batch, spec: CacheSpec) -> Tensor | None:
+    """[N] positions by which a group's sinks are read; None where all are the queries' own."""
+    limits = [batch.spec_of(r, spec).sinks_move_from for r in range(batch.num_requests if batch.pinned else 1)]
+    limits *= batch.num_requests // len(limits)
+    if all(limit is None or length <= limit for limit, length in zip(limits, batch.context_len, strict=True)):
+        return None
+    last = [NEVER if limit is None else limit - 1 for limit in limits]
+    counts = [end - start for start, end in itertools.pairwise(batch.query_start)]
+    device = batch.positions.device
+    bounds = torch.tensor(last, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    return batch.positions.minimum(bounds)

@@ -4,7 +4,7 @@ It shares no code with the cache or its backends, not even the mask, so that it 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,28 @@ class DenseLayer:
         window: a query sees this many tokens up to itself; None sees all.
         sink_tokens: first tokens that it sees beside them.
         sinks_in_cache: whether positions are counted inside the cache of sinks and window, as StreamingLLM does.
+        kept: other runs of positions that it sees beside them, `(first, end)` with the end outside.
+        trained: whether the window is the model's own, so that nothing is pinned in it.
     """
 
     rope: RotaryEmbedding
     window: int | None = None
     sink_tokens: int = 0
     sinks_in_cache: bool = False
+    kept: tuple[tuple[int, int], ...] = ()
+    trained: bool = False
+
+    def pinning(self, pinned: Sequence[tuple[int, int]]) -> "DenseLayer":
+        """The same where these positions stay visible too; among sinks inside the cache only the beginning can."""
+        if self.window is None or self.trained:
+            return self
+        if not self.sinks_in_cache:
+            return replace(self, kept=(*self.kept, *pinned))
+        sinks = self.sink_tokens
+        for first, end in sorted(pinned):
+            assert first <= sinks, "pinned apart from the sinks"
+            sinks = max(sinks, end)
+        return replace(self, sink_tokens=sinks)
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,11 @@ class DenseAttention:
         self._keep = keep
         self._loss = loss
 
+    def pinning(self, pinned: Sequence[tuple[int, int]]) -> "DenseAttention":
+        """The same of a sequence in which these runs of positions stay visible whatever the windows."""
+        layers = [layer.pinning(pinned) for layer in self.layers]
+        return DenseAttention(layers, scale=self._scale, softcap=self._softcap, keep=self._keep, loss=self._loss)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[N, Hq, D]`, k and v `[N, Hkv, D]`, q and k not yet rotated → `[N, Hq, D]`."""
         what = self.layers[layer]
@@ -82,21 +103,19 @@ class DenseAttention:
         if self._loss is not None:
             return self._lossy(what, self._loss, q, k, v)
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [N, Hq, D]
-        if what.window is not None and what.sinks_in_cache and n > what.window:
+        if what.window is not None and what.sinks_in_cache and what.sink_tokens and n > what.window:
             return self._streaming(what, what.window, q, k, v)
         cos, sin = what.rope.cos_sin(torch.arange(n, device=q.device))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self._keep is not None:
             k, v = self._keep(k), self._keep(v)
-        mask = (
-            None if what.window is None or what.window >= n else self._mask(n, what.window, what.sink_tokens, q.device)
-        )
+        mask = None if what.window is None or what.window >= n else self._mask(n, what, q.device)
         if self._softcap is None:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, Hq, N, D]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale)
             return out[0].transpose(0, 1)
         if mask is None:
-            mask = self._mask(n, n, 0, q.device)
+            mask = self._mask(n, replace(what, window=None), q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("qhd,khd->hqk", q.to(wide), k.to(wide)) * self._scale
         scores = self._softcap * torch.tanh(scores / self._softcap)
@@ -131,17 +150,19 @@ class DenseAttention:
             all_scores[..., : what.sink_tokens] = moved[..., : what.sink_tokens]
         if self._softcap is not None:
             all_scores = self._softcap * torch.tanh(all_scores / self._softcap)
-        mask = self._mask(n, n if what.window is None else what.window, what.sink_tokens, q.device)
+        mask = self._mask(n, what, q.device)
         weights = all_scores.masked_fill(~mask, -torch.inf).softmax(-1)
         out = torch.einsum("hgqk,khd->qhgd", weights * own, v.to(wide))
         out += torch.einsum("hgqk,khd->qhgd", weights * ~own, kept_v)
         return out.reshape(q.shape).to(q.dtype)
 
     @staticmethod
-    def _mask(n: int, window: int, sinks: int, device: torch.device) -> Tensor:
+    def _mask(n: int, what: DenseLayer, device: torch.device) -> Tensor:
         """[N, N], true where a query (row) sees a key (column)."""
-        band = torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)
-        band[:, :sinks] = torch.ones(n, n, dtype=torch.bool, device=device).tril()[:, :sinks]
+        before = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+        band = before.triu(1 - (what.window or n))
+        for first, end in ((0, what.sink_tokens), *what.kept):
+            band[:, first:end] = before[:, first:end]
         return band
 
     def _streaming(self, what: DenseLayer, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 prompt's over tiles of queries. Either computes a query in the same order of sums, and so to the same bits.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from kvine import kernels
 from kvine.attention.base import Batch
 from kvine.cache.pool import LayerKV
 from kvine.cache.spec import CacheSpec
+from kvine.kernels import NEVER, PREFILL_FIELDS
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,6 @@ class _Plan:
     prefill: Tensor  # see `Kernels.prefill`
     num_prefills: int
     window: int | None
-    sinks: int
 
 
 class NativeBackend:
@@ -50,15 +51,18 @@ class NativeBackend:
         blocks: list[int] = []
         for r, count in enumerate(counts):
             if count > 1:
-                longer += (starts[r], count, batch.context_len[r], len(blocks))
-                blocks += tables[r][: spec.num_blocks(batch.context_len[r])]
+                own, length = batch.spec_of(r, spec), batch.context_len[r]
+                longer += (starts[r], count, length, len(blocks), own.sink_tokens)
+                blocks += tables[r][: spec.num_blocks(length)]
+                longer += (len(own.kept), len(blocks))
+                blocks += itertools.chain.from_iterable(own.kept)
+        decode = single_queries(places, [tables[r] for r in single], [batch.spec_of(r, spec) for r in single])
         return _Plan(
-            torch.tensor(single_queries(places, [tables[r] for r in single], spec), dtype=torch.long),
+            torch.tensor(decode, dtype=torch.long),
             len(single),
             torch.tensor(longer + blocks, dtype=torch.long),
-            len(longer) // 4,
+            len(longer) // PREFILL_FIELDS,
             spec.window,
-            spec.sink_tokens,
         )
 
     def attend(
@@ -84,7 +88,6 @@ class NativeBackend:
                 plan.decode,
                 out,
                 num_requests=plan.num_decodes,
-                sinks=plan.sinks,
                 scale=scale,
                 q_sink=q_sink,
                 softcap=softcap,
@@ -98,7 +101,6 @@ class NativeBackend:
                 out,
                 num_requests=plan.num_prefills,
                 window=plan.window,
-                sinks=plan.sinks,
                 scale=scale,
                 q_sink=q_sink,
                 softcap=softcap,
@@ -106,11 +108,23 @@ class NativeBackend:
         return out
 
 
-def single_queries(places: Sequence[tuple[int, int]], tables: Sequence[list[int]], spec: CacheSpec) -> list[int]:
-    """The plan of `Kernels.decode`: `places` are each request's row of q and the number of its keys."""
+def single_queries(
+    places: Sequence[tuple[int, int]], tables: Sequence[list[int]], specs: Sequence[CacheSpec]
+) -> list[int]:
+    """The plan of `Kernels.decode`.
+
+    Args:
+        places: each request's row of q and the number of its keys.
+        tables: its blocks.
+        specs: what it sees.
+    """
     requests: list[int] = []
     blocks: list[int] = []
-    for (row, length), table in zip(places, tables, strict=True):
-        requests += (row, length, spec.window_start(length - 1), len(blocks))
+    for (row, length), table, spec in zip(places, tables, specs, strict=True):
+        moves = spec.sinks_move_from
+        requests += (row, length, spec.window_start(length - 1), len(blocks), spec.sink_tokens)
         blocks += table[: spec.num_blocks(length)]
+        requests += (NEVER if moves is None else moves, len(spec.kept), len(blocks))
+        if spec.kept:
+            blocks += itertools.chain.from_iterable(spec.kept)
     return requests + blocks

@@ -16,6 +16,7 @@ from kvine.cache.codec import encode
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool, LayerKV
 from kvine.cache.sequence import MISSING
+from kvine.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class PackedStep:
         open_slots: list[int] = []
         places: dict[int, int] = {}  # of the packed blocks that are read
         starts, lengths = [0], []
+        pinned: list[Spans] = []
         views: list[list[int]] = []
         for r, end in enumerate(batch.context_len):
             row = batch.query_start[r]
@@ -73,6 +75,7 @@ class PackedStep:
                 lengths.append(min(end, (block + 1) * size))
                 starts.append(starts[-1] + lengths[-1] - max(start, block * size))
                 views.append([*seen[:block], ~(touched + block - first)])
+                pinned += batch.pinned[r : r + 1]
             touched += spec.num_blocks(end) - first
         # Touched blocks come after the packed ones that are read.
         views = [[*view[:-1], len(places) + ~view[-1]] for view in views]
@@ -92,6 +95,7 @@ class PackedStep:
             lengths,
             (GroupBatch(views, batch.groups[group].slot_mapping),),
             batch.logits_index,
+            pinned,
         )
         self._plan: Any = backend.plan(seen_batch, 0, spec)
 

@@ -43,8 +43,9 @@ class ReferenceBackend:
     ) -> Tensor:
         """See `Backend.attend`."""
         out = torch.empty_like(q)
-        batch, spec = plan.batch, plan.spec
+        batch = plan.batch
         for r, length in enumerate(batch.context_len):
+            spec = batch.spec_of(r, plan.spec)
             rows = slice(batch.query_start[r], batch.query_start[r + 1])
             table = batch.groups[plan.group].block_tables[r][: spec.num_blocks(length)]
             blocks = torch.tensor([max(block, 0) for block in table], device=q.device)

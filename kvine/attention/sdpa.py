@@ -14,6 +14,7 @@ from torch import Tensor
 from kvine.attention.base import Batch
 from kvine.cache.pool import LayerKV
 from kvine.cache.spec import CacheSpec
+from kvine.spans import Span, Spans, blocks_of, clipped, merged
 
 TILE = 256  # queries in a part that needs a mask: bounds the mask, and the keys outside the window that it wastes
 
@@ -24,7 +25,7 @@ class _Part:
 
     Attributes:
         rows: their rows in the batch.
-        spans: slices of the gathered keys that they read: the sinks, if these lie apart, and the rest.
+        spans: slices of the gathered keys that they read: the window, and what is kept apart from it.
         causal: whether queries and keys form a full causal triangle.
         mask: [n, L], where neither a slice nor a triangle says what is visible.
         num_sinks: how many of the L keys must be read with the sinks' own rotation.
@@ -59,7 +60,7 @@ class SdpaBackend:
     def plan_requests(self, batch: Batch, group: int, spec: CacheSpec, requests: Sequence[int]) -> list[_Request]:
         """The same of some of a batch's requests."""
         tables = batch.groups[group].block_tables
-        return [self._plan_request(batch, r, tables[r], spec) for r in requests]
+        return [self._plan_request(batch, r, tables[r], batch.spec_of(r, spec)) for r in requests]
 
     def attend(
         self,
@@ -100,17 +101,13 @@ class SdpaBackend:
         length = batch.context_len[r]
         start = length - (end - first)  # position of the first query
         size, sinks = spec.block_size, spec.sink_tokens
+        kept = ((0, sinks), *spec.kept)
         low = spec.window_start(start)
-        if spec.num_blocks(sinks) >= low // size:  # the sinks' blocks reach the window's: one run
-            low_block, sink_blocks = 0, 0
-        else:
-            low_block, sink_blocks = low // size, spec.num_blocks(sinks)
-        blocks = table[:sink_blocks] + table[low_block : spec.num_blocks(length)]
+        runs = merged((*blocks_of(clipped(kept, 0, low), size), (low // size, spec.num_blocks(length))))
+        blocks = [block for run in runs for block in table[slice(*run)]]
         device = batch.positions.device
         index = torch.tensor(blocks, device=device) * spec.num_kv_heads
         index = (index + torch.arange(spec.num_kv_heads, device=device)[:, None]).view(-1)
-        shift = (sink_blocks - low_block) * size  # from a position past the sinks to its place among the gathered
-
         causal = start == 0 and end - first > 1 and (spec.window is None or length <= spec.window)
         step = end - first if causal else TILE
         parts = []
@@ -118,20 +115,26 @@ class SdpaBackend:
             rows = slice(row, min(row + step, end))
             q_low, q_high = start + rows.start - first, start + rows.stop - first
             seen = spec.window_start(q_low)
-            apart = min(sinks, seen)  # sinks that the window does not reach
-            if apart == seen:
-                spans: tuple[slice, ...] = (slice(0, q_high),)
-            else:
-                spans = (slice(seen + shift, q_high + shift),)
-                if apart:
-                    spans = (slice(0, apart), *spans)
+            visible = merged((*clipped(kept, 0, seen), (seen, q_high)))
+            spans = tuple(_gathered(runs, size, run) for run in visible)
             mask = None
             if not causal and q_high - q_low > 1:
-                k_pos = torch.cat((torch.arange(apart, device=device), torch.arange(seen, q_high, device=device)))
+                k_pos = torch.cat([torch.arange(*run, device=device) for run in visible])
                 mask = spec.visible(batch.positions[rows, None], k_pos)
             moved = spec.sinks_move_from is not None and q_high > spec.sinks_move_from
             parts.append(_Part(rows, spans, causal, mask, min(sinks, q_high) if moved else 0))
         return _Request(index, tuple(parts))
+
+
+def _gathered(runs: Spans, size: int, positions: Span) -> slice:
+    """Where positions that lie in one run of blocks are among the tokens of all runs."""
+    before = 0
+    for first, end in runs:
+        if positions[0] < end * size:
+            break
+        before += end - first
+    place = (before - first) * size + positions[0]
+    return slice(place, place + positions[1] - positions[0])
 
 
 def _select(x: Tensor, spans: tuple[slice, ...]) -> Tensor:

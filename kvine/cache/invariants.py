@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from kvine.cache.blocks import BlockPool
 from kvine.cache.prefix import PrefixIndex
 from kvine.cache.sequence import MISSING, CachedSequence
-from kvine.cache.shelf import Shelf
 
 
 def check_references(
@@ -39,10 +38,10 @@ def check_index(pools: Sequence[BlockPool], index: PrefixIndex, sequences: Colle
             assert node.blocks[shelf] == block, "a published block is not its node's"
 
 
-def check_sequence(sequence: CachedSequence, shelves: Sequence[Shelf]) -> None:
+def check_sequence(sequence: CachedSequence) -> None:
     """Asserts that a sequence holds every block that a later query reads, each once, and that its path spells it."""
-    size = shelves[0].spec.block_size
-    for number, shelf in enumerate(shelves):
+    size = sequence.shelves[0].spec.block_size
+    for number, shelf in enumerate(sequence.shelves):
         table, own = sequence.tables[number], sequence.held(number)
         assert len(table) >= shelf.spec.num_blocks(sequence.num_tokens), "a table is shorter than its tokens"
         for block in shelf.live_blocks(sequence.num_tokens):

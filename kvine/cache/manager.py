@@ -3,16 +3,17 @@
 All-or-nothing: an operation that cannot be done in whole changes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvine.cache.blocks import BlockPool
 from kvine.cache.hashing import HashFunction, digest
 from kvine.cache.invariants import check_index, check_references, check_sequence
 from kvine.cache.prefix import Node, PrefixIndex, common_prefix
 from kvine.cache.sequence import MISSING, BlockCopy, CachedSequence
-from kvine.cache.shelf import shelves_of
+from kvine.cache.shelf import first_missing, shelves_of
 from kvine.cache.spec import CacheSpec
 from kvine.cache.store import Tier
+from kvine.spans import Spans
 
 __all__ = ["MISSING", "BlockCopy", "CacheManager", "CachedSequence"]
 
@@ -77,24 +78,29 @@ class CacheManager:
         """Bytes of K and V in the blocks of one sequence."""
         return sum(len(sequence.held(shelf)) * pool.bytes_per_block for shelf, pool in enumerate(self.pools))
 
-    def fits_ever(self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0) -> bool:
+    def fits_ever(
+        self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0, pinned: Spans = ()
+    ) -> bool:
         """Whether sequences of num_tokens tokens, computed at most `chunk` at a time, fit an empty cache.
 
-        They are forks of one, with num_shared tokens in common.
+        They are forks of one, with num_shared tokens in common, and keep what is pinned.
         """
-        needs = [shelf.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) for shelf in self.shelves]
+        shelves = shelves_of(self.specs, pinned) if pinned else self.shelves
+        needs = [shelf.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) for shelf in shelves]
         if any(need > pool.capacity for need, pool in zip(needs, self.pools, strict=True)):
             return False
         return sum(need * pool.bytes_per_block for need, pool in zip(needs, self.pools, strict=True)) <= self.budget
 
-    def max_chunk(self, num_tokens: int, most: int, num_sequences: int = 1, num_shared: int = 0) -> int:
+    def max_chunk(
+        self, num_tokens: int, most: int, num_sequences: int = 1, num_shared: int = 0, pinned: Spans = ()
+    ) -> int:
         """Most tokens a step may compute of sequences that grow to num_tokens, at most `most`; 0 if they never fit."""
-        if self.fits_ever(num_tokens, most, num_sequences, num_shared):
+        if self.fits_ever(num_tokens, most, num_sequences, num_shared, pinned):
             return most
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.fits_ever(num_tokens, middle, num_sequences, num_shared)
+            fits = self.fits_ever(num_tokens, middle, num_sequences, num_shared, pinned)
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -104,24 +110,26 @@ class CacheManager:
         """Whether `sequence`, and forks of it, could grow to num_tokens tokens with what is free or cached now."""
         needs = [
             max(0, shelf.max_forked_blocks(num_tokens, chunk, num_sequences, num_shared) - len(sequence.held(number)))
-            for number, shelf in enumerate(self.shelves)
+            for number, shelf in enumerate(sequence.shelves)
         ]
         return self._room_for(needs)
 
     # -- the life of a sequence ---------------------------------------------------------------------------------------
 
-    def open(self, tokens: Sequence[int], namespace: bytes = b"") -> CachedSequence:
+    def open(self, tokens: Sequence[int], namespace: bytes = b"", pinned: Spans = ()) -> CachedSequence:
         """Starts a sequence that will hold `tokens`, with the longest beginning of them that the cache still holds.
 
         At most len(tokens) - 1 tokens are taken from the cache, so that the last one is computed and gives logits.
+        What is pinned stays visible whatever the windows; the namespace is then another than without.
         """
         root = self.index.root(namespace)
-        sequence = CachedSequence([], [[] for _ in self.shelves], [root])
+        shelves = shelves_of(self.specs, pinned) if pinned else self.shelves
+        sequence = CachedSequence([], [[] for _ in shelves], shelves, [root], pinned)
         root.pins += 1
         self._sequences.add(sequence)
         if self.prefix_caching and len(tokens) > 1:
             if self.tier is not None:
-                self.tier.recall(root, tokens)
+                self.tier.recall(root, tokens, shelves)
             self._attach(sequence, tokens)
         return sequence
 
@@ -133,7 +141,7 @@ class CacheManager:
         """
         end = self.specs[0].num_blocks(sequence.num_tokens + num_new)
         last = sequence.num_tokens // self.block_size
-        written = [shelf.written(sequence.num_tokens, num_new) for shelf in self.shelves]
+        written = [shelf.written(sequence.num_tokens, num_new) for shelf in sequence.shelves]
         more: list[int] = []
         begun: list[int] = []  # blocks that are written to and may be shared
         for table, positions in zip(sequence.tables, written, strict=True):
@@ -178,10 +186,10 @@ class CacheManager:
         """
         end = self.specs[0].num_blocks(sequence.num_tokens)
         tables = []
-        for shelf, table in zip(self.shelves, sequence.tables, strict=True):
+        for shelf, table in zip(sequence.shelves, sequence.tables, strict=True):
             kept = table[: shelf.num_kept(sequence.num_tokens)]
             tables.append(kept + [MISSING] * (end - len(kept)))
-        twin = CachedSequence(list(sequence.tokens), tables, list(sequence.path))
+        twin = CachedSequence(list(sequence.tokens), tables, sequence.shelves, list(sequence.path), sequence.pinned)
         twin.path[-1].pins += 1
         for number, pool in enumerate(self.pools):
             for block in twin.held(number):
@@ -201,9 +209,9 @@ class CacheManager:
             return own if own != MISSING else self._published(sequence.path, shelf, block)
 
         kept = min(max(num_tokens, 0), sequence.num_tokens)
-        while (gap := self._first_missing(kept, lambda shelf, block: find(shelf, block) is not None)) is not None:
+        while (gap := first_missing(sequence.shelves, kept, lambda n, block: find(n, block) is not None)) is not None:
             kept = gap * self.block_size
-        for number, shelf in enumerate(self.shelves):
+        for number, shelf in enumerate(sequence.shelves):
             table = sequence.tables[number]
             for block in shelf.live_blocks(kept):
                 if table[block] == MISSING:
@@ -254,7 +262,7 @@ class CacheManager:
         check_references(self.pools, self._sequences, self._pinned_sources)
         check_index(self.pools, self.index, self._sequences)
         for sequence in self._sequences:
-            check_sequence(sequence, self.shelves)
+            check_sequence(sequence)
         assert sum(pool.bytes_used for pool in self.pools) <= self.budget, "the budget is exceeded"
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -301,14 +309,14 @@ class CacheManager:
     def _let_die(self, sequence: CachedSequence, shelves: range, before: int) -> None:
         for shelf in shelves:
             table = sequence.tables[shelf]
-            for block in reversed(self.shelves[shelf].dying(before, sequence.num_tokens)):
+            for block in reversed(sequence.shelves[shelf].dying(before, sequence.num_tokens)):
                 if table[block] != MISSING:
                     self._release_block(shelf, table[block])
                     table[block] = MISSING
 
     def _release_from(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Lets go of what lies behind num_tokens tokens, the last first: tails are evicted before heads."""
-        kept = [shelf.num_kept(num_tokens) for shelf in self.shelves]
+        kept = [shelf.num_kept(num_tokens) for shelf in sequence.shelves]
         for position in reversed(range(min(kept), len(sequence.tables[0]))):
             for shelf, table in enumerate(sequence.tables):
                 if position >= kept[shelf] and table[position] != MISSING:
@@ -342,8 +350,8 @@ class CacheManager:
             partial, shared = self.index.longest_overlap(nodes[gap - 1] if gap else root, begin, self._begun)
             nodes[gap:] = [] if partial is None else [partial]
             length = min(gap * size + shared, limit)
-            gap = self._first_missing(length, lambda shelf, block: nodes[block].blocks[shelf] is not None)
-        for number, shelf in enumerate(self.shelves):
+            gap = first_missing(sequence.shelves, length, lambda n, block: nodes[block].blocks[n] is not None)
+        for number, shelf in enumerate(sequence.shelves):
             live = set(shelf.live_blocks(length))
             for block in range(shelf.spec.num_blocks(length)):
                 found = nodes[block].blocks[number] if block in live else None
@@ -352,14 +360,6 @@ class CacheManager:
                 sequence.tables[number].append(MISSING if found is None else found)
         sequence.tokens = list(tokens[:length])
         self._extend_path(sequence, nodes[: length // size])
-
-    def _first_missing(self, length: int, held: Callable[[int, int], bool]) -> int | None:
-        """The first block that some query at `length` or later sees and some shelf does not hold.
-
-        It is seen at every shorter length too, down to its own start: nothing in between can be restored.
-        """
-        shelves = enumerate(self.shelves)
-        return min((b for n, shelf in shelves for b in shelf.live_blocks(length) if not held(n, b)), default=None)
 
     def _published(self, path: Sequence[Node], shelf: int, block: int) -> int | None:
         return path[block + 1].blocks[shelf] if block + 1 < len(path) else None

@@ -5,11 +5,12 @@ length: a sequence can be cut, or its beginning reused, where each shelf still h
 inside a sealed block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvine.cache.spec import CacheSpec
+from kvine.spans import Spans
 
 
 class Shelf(Protocol):
@@ -42,8 +43,8 @@ class Shelf(Protocol):
         """Positions of what lies here that some later query reads."""
         ...
 
-    def dying(self, before: int, after: int) -> range:
-        """Positions among which are all that nothing reads any more once `before` tokens have become `after`."""
+    def dying(self, before: int, after: int) -> Sequence[int]:
+        """Positions, ascending, that nothing reads any more once `before` tokens have become `after`, or earlier."""
         ...
 
     def num_live_blocks(self, num_tokens: int) -> int:
@@ -79,8 +80,9 @@ class _Windowed:
     def stored(self) -> CacheSpec:
         return self.spec
 
-    def dying(self, before: int, after: int) -> range:
-        return range(self.spec.dead_blocks(before).stop, self.spec.dead_blocks(after).stop)
+    def dying(self, before: int, after: int) -> Sequence[int]:
+        passed = range(self.spec.passed_blocks(before).stop, self.spec.passed_blocks(after).stop)
+        return [block for block in passed if not self.spec.keeps(block)] if self.spec.kept else passed
 
     def bytes_per_block(self, dtype: str) -> int:
         return self.spec.bytes_per_block(dtype)
@@ -144,7 +146,7 @@ class SealedShelf(_Windowed):
 
     def num_live_blocks(self, num_tokens: int) -> int:
         """What windows and sinks see, if it is full."""
-        return self.num_kept(num_tokens) - len(self.spec.dead_blocks(num_tokens))
+        return self.num_kept(num_tokens) - self.spec.num_dead_blocks(num_tokens)
 
     def max_live_blocks(self, num_tokens: int, chunk: int, num_sequences: int = 1) -> int:
         """What a group without packed codecs may need, less blocks that never become full."""
@@ -153,8 +155,8 @@ class SealedShelf(_Windowed):
 
     def num_forked_blocks(self, num_tokens: int, num_sequences: int, num_shared: int) -> int:
         """Shared ones once, and each fork's own."""
-        dead, shared = self.spec.dead_blocks(num_tokens), self.num_kept(min(num_shared, num_tokens))
-        shared -= len(range(dead.start, min(dead.stop, shared)))
+        shared = self.num_kept(min(num_shared, num_tokens))
+        shared -= self.spec.num_dead_blocks(num_tokens, shared)
         return shared + num_sequences * (self.num_live_blocks(num_tokens) - shared)
 
     def max_forked_blocks(
@@ -224,7 +226,20 @@ class OpenShelf:
         return self.stored.bytes_per_block(dtype)
 
 
-def shelves_of(specs: Sequence[CacheSpec]) -> tuple[Shelf, ...]:
-    """The shelves of all groups: first each group's own, in order, then those of open blocks beside packed ones."""
+def shelves_of(specs: Sequence[CacheSpec], pinned: Spans = ()) -> tuple[Shelf, ...]:
+    """The shelves of all groups: first each group's own, in order, then those of open blocks beside packed ones.
+
+    With `pinned`, of a sequence of which these positions stay visible; ValueError as `CacheSpec.keeping`.
+    """
+    specs = [spec.keeping(pinned) for spec in specs] if pinned else specs
     own: list[Shelf] = [SealedShelf(spec) if spec.packs else WholeShelf(spec) for spec in specs]
     return (*own, *(OpenShelf(spec) for spec in specs if spec.packs))
+
+
+def first_missing(shelves: Sequence[Shelf], length: int, held: Callable[[int, int], bool]) -> int | None:
+    """The first block that some query at `length` or later sees and some shelf does not hold; `held(shelf, block)`.
+
+    It is seen at every shorter length too, down to its own start: nothing in between can be restored.
+    """
+    numbered = enumerate(shelves)
+    return min((b for n, shelf in numbered for b in shelf.live_blocks(length) if not held(n, b)), default=None)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvine.cache.hashing import block_key, framed
 from kvine.cache.prefix import Node
+from kvine.cache.shelf import Shelf
 
 FORMAT_VERSION = 1
 _MAGIC = b"KVB" + bytes([FORMAT_VERSION])
@@ -127,8 +128,14 @@ class BlockStore(Protocol):
 class Tier(Protocol):
     """What a cache manager tells of blocks that might go to a store, and asks for blocks that might come from one."""
 
-    def recall(self, root: Node, tokens: Sequence[int]) -> None:
-        """Before a text is looked up: brings what is worth bringing back into the cache, or changes nothing."""
+    def recall(self, root: Node, tokens: Sequence[int], shelves: Sequence[Shelf]) -> None:
+        """Before a text is looked up: brings what is worth bringing back into the cache, or changes nothing.
+
+        Args:
+            root: of the tree that it is looked up in.
+            tokens: the text.
+            shelves: what its sequence keeps on each.
+        """
         ...
 
     def keep(self, path: Sequence[Node]) -> None:

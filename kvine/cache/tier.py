@@ -15,6 +15,7 @@ from typing import Protocol
 from kvine.cache.costs import Costs
 from kvine.cache.manager import CacheManager
 from kvine.cache.prefix import Node
+from kvine.cache.shelf import Shelf, first_missing
 from kvine.cache.store import BlockName, BlockStore, Parts, chain
 
 _MOST_WAITING = 256 << 20  # bytes that wait to be written; what goes beyond is left in the cache, for its eviction
@@ -167,14 +168,14 @@ class StoreTier:
         """A step has computed so many tokens in so many seconds."""
         self.costs.computed(num_tokens, seconds)
 
-    def recall(self, root: Node, tokens: Sequence[int]) -> None:
+    def recall(self, root: Node, tokens: Sequence[int], shelves: Sequence[Shelf]) -> None:
         """See `Tier`. Everything is read and checked before a block of the cache is touched."""
         if not root.key or self._closed:
             return
         if root.key not in self._used:
             self._used.add(root.key)
             self.costs.take_over(self._earlier.get(root.key, b""))
-        lookup = _Lookup(self._manager, root, tokens)
+        lookup = _Lookup(self._manager, root, tokens, shelves)
         if lookup.cached >= lookup.most:
             return
         names = lookup.names()
@@ -204,8 +205,9 @@ class StoreTier:
 class _Lookup:
     """What a text has in the cache's memory, and how blocks join that."""
 
-    def __init__(self, manager: CacheManager, root: Node, tokens: Sequence[int]) -> None:
+    def __init__(self, manager: CacheManager, root: Node, tokens: Sequence[int], shelves: Sequence[Shelf]) -> None:
         self._manager = manager
+        self._shelves = shelves
         self._root = root
         self._tokens = tokens
         self._size = manager.block_size
@@ -225,7 +227,7 @@ class _Lookup:
     def longest(self, held: Callable[[int, int], bool]) -> int:
         """The longest beginning, in whole blocks or all but one token, whose visible blocks are all `held`."""
         length = self.most
-        while (gap := self._manager._first_missing(length, held)) is not None:
+        while (gap := first_missing(self._shelves, length, held)) is not None:
             length = gap * self._size
         return length
 
@@ -240,7 +242,7 @@ class _Lookup:
 
     def wanted(self, length: int) -> list[tuple[int, int]]:
         """(shelf, block) of what is visible at a length and not held, in order of position."""
-        live = [(block, n) for n, shelf in enumerate(self._manager.shelves) for block in shelf.live_blocks(length)]
+        live = [(block, n) for n, shelf in enumerate(self._shelves) for block in shelf.live_blocks(length)]
         return [(shelf, block) for block, shelf in sorted(live) if not self.held(shelf, block)]
 
     def room_for(self, length: int, wanted: Sequence[tuple[int, int]]) -> bool:
@@ -282,7 +284,7 @@ class _Lookup:
     def _pin(self, length: int) -> list[tuple[int, int]]:
         """Holds what is visible and cached, in order of position."""
         pinned: list[tuple[int, int]] = []
-        for number, shelf in enumerate(self._manager.shelves):
+        for number, shelf in enumerate(self._shelves):
             for position in shelf.live_blocks(length):
                 block = self._nodes[position].blocks[number] if position < len(self._nodes) else None
                 if block is not None:

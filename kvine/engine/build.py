@@ -93,7 +93,9 @@ def standard_parts(
         frozenset(eos_ids) | frozenset(model.config.eos_token_ids),
         model.config.vocab_size,
         None if endless else model.config.max_context,
-        lambda salt: namespace_key(model.fingerprint, dtype, specs, salt=salt),
+        lambda salt, pinned=(): namespace_key(
+            model.fingerprint, dtype, [spec.keeping(pinned) for spec in specs], salt=salt
+        ),
     )
 
 
@@ -113,8 +115,8 @@ def dense_attention(
     for spec in cache_specs(model.config, cache):
         for number in spec.layers:
             rope = ropes[model.config.layers[number].rope]
-            moved = spec.sink_rule == "in_cache" and spec.sink_tokens > 0
-            layers[number] = DenseLayer(rope, spec.window, spec.sink_tokens, moved)
+            in_cache = spec.sink_rule == "in_cache"
+            layers[number] = DenseLayer(rope, spec.window, spec.sink_tokens, in_cache, spec.kept, spec.trained)
     return DenseAttention(
         [layers[number] for number in range(model.config.num_layers)],
         scale=model.config.attention_scale,

@@ -16,6 +16,7 @@ from kvine.engine.engine import Engine, EngineParts
 from kvine.engine.runner import Model
 from kvine.engine.scheduler import Scheduled
 from kvine.models.decoder import Observer
+from kvine.spans import Spans
 
 NO_LIMIT = 1 << 62
 
@@ -30,7 +31,9 @@ class ForgetfulManager(CacheManager):
     def commit(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         """Forgets the tokens."""
 
-    def fits_ever(self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0) -> bool:
+    def fits_ever(
+        self, num_tokens: int, chunk: int, num_sequences: int = 1, num_shared: int = 0, pinned: Spans = ()
+    ) -> bool:
         """Nothing fits anywhere."""
         return True
 
@@ -62,14 +65,18 @@ class DenseRunner:
 
     def run(self, step: Sequence[Scheduled]) -> Tensor:
         """Logits of each request's last token, [M, vocabulary]."""
-        texts = [item.request.tokens(0, item.start + item.count) for item in step]
-        return torch.stack([self.logits(text, last=not self.all_logits)[-1] for text in texts])
+        texts = [(item.request.tokens(0, item.start + item.count), item.request.owner.pinned) for item in step]
+        return torch.stack([self.logits(text, pinned, last=not self.all_logits)[-1] for text, pinned in texts])
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int], *, last: bool = False) -> Tensor:
-        """Logits of every position of one text, [N, vocabulary], or of its last one, [1, vocabulary]."""
+    def logits(self, token_ids: Sequence[int], pinned: Spans = (), *, last: bool = False) -> Tensor:
+        """Logits of every position of one text, [N, vocabulary], or of its last one, [1, vocabulary].
+
+        What is `pinned` stays visible whatever the windows.
+        """
         ids = torch.tensor(token_ids, device=self.device)
-        hidden = self.decoder.forward(ids, torch.arange(len(ids), device=self.device), self.attention, self.observer)
+        attention = self.attention.pinning(pinned) if pinned else self.attention
+        hidden = self.decoder.forward(ids, torch.arange(len(ids), device=self.device), attention, self.observer)
         return self.decoder.logits(hidden[-1:] if last else hidden)
 
     def give_back(self) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvine.cache.manager import CacheManager
+from kvine.cache.shelf import shelves_of
 from kvine.config import EngineConfig
 from kvine.engine.interrupt import uninterrupted
 from kvine.engine.lines import Turn, beam_events, closing_events, spread, switch, turns
@@ -20,6 +21,7 @@ from kvine.sampling.beam_search import BeamSearch
 from kvine.sampling.noise import fresh_seed
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample, Sampler
+from kvine.spans import Spans, checked_spans, merged
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class StepRunner(Protocol):
         ...
 
 
+class NamespaceOf(Protocol):
+    """Names trees of blocks."""
+
+    def __call__(self, salt: str | None, pinned: Spans = ()) -> bytes:
+        """The key of the tree that requests with this salt and these pinned positions share."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is made of. A test engine replaces one part; the engine itself has no switches for it.
@@ -67,7 +77,7 @@ class EngineParts:
         eos_ids: ids that end a text, of the generation config and the tokenizer joined.
         vocab_size: ids that a prompt may hold: the model's, padding included.
         max_context: most tokens of prompt and output; None where a window with moved sinks has no end.
-        namespace: key of the tree of blocks that requests with a given salt share.
+        namespace: see there.
     """
 
     manager: CacheManager
@@ -76,7 +86,7 @@ class EngineParts:
     eos_ids: Collection[int]
     vocab_size: int
     max_context: int | None
-    namespace: Callable[[str | None], bytes]
+    namespace: NamespaceOf
 
 
 class Engine:
@@ -105,6 +115,7 @@ class Engine:
         *,
         stop: StopChecker | Sequence[StopChecker] | None = None,
         salt: str | None = None,
+        pinned: Spans = (),
     ) -> int:
         """Queues a request and returns its id.
 
@@ -113,10 +124,12 @@ class Engine:
             params: how to sample.
             stop: watches for stop strings; a list of as many as there are samples.
             salt: only requests with the same salt share cached blocks.
+            pinned: runs of the prompt's positions, `(first, end)` with the end outside, that stay visible whatever the
+                cache's window; windows that the model itself has are left as they are.
 
         Raises:
-            RequestError: for an empty prompt, an id that the model does not know, or more samples or beams than a step
-                may compute tokens.
+            RequestError: for an empty prompt, an id that the model does not know, more samples or beams than a step may
+                compute tokens, or a run that is not in the prompt or that sinks inside the cache leave no place for.
             ContextLengthError: for a prompt that the model's context or the cache can never hold.
         """
         prompt_ids = checked_ids(prompt_ids, self.parts.vocab_size)
@@ -126,19 +139,21 @@ class Engine:
                 f"{_lines(params)} take {width} tokens in each step, and max_step_tokens is "
                 f"{self.config.max_step_tokens}: raise it, or ask for fewer."
             )
-        limit, detail = self._limit(prompt_ids, params)
+        pinned = self._checked_pins(pinned, length)
+        limit, detail = self._limit(prompt_ids, params, pinned)
         stops = () if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         request = Request(
             next(self._ids),
             prompt_ids,
             params,
             seed=fresh_seed() if params.seed is None else params.seed,
-            namespace=self.parts.namespace(salt),
+            namespace=self.parts.namespace(salt, pinned),
             limit=limit,
-            chunk=self.manager.max_chunk(limit - 1, self.config.max_step_tokens, width, length),
+            chunk=self.manager.max_chunk(limit - 1, self.config.max_step_tokens, width, length, pinned),
             limit_detail=detail,
             stops=stops,
             search=self._search(params, limit - length),
+            pinned=pinned,
         )
         if params.max_tokens == 0:
             self._pending += closing_events(request, "length")
@@ -218,7 +233,24 @@ class Engine:
             min_length=params.min_tokens,
         )
 
-    def _limit(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, str]:
+    def _checked_pins(self, pinned: Spans, length: int) -> Spans:
+        """The runs, merged."""
+        try:
+            spans = merged(checked_spans(pinned))
+        except ValueError:
+            raise RequestError(f"pinned is {pinned!r}: give runs of positions such as ((0, 20),).") from None
+        if spans and spans[-1][1] > length:
+            raise RequestError(f"What is pinned ends at {spans[-1][1]}, and the prompt at {length}: pin what is in it.")
+        try:
+            shelves_of(self.manager.specs, spans)
+        except ValueError:
+            raise RequestError(
+                "With in_cache sinks only the beginning of a prompt can be pinned, for distances are counted inside "
+                "the cache: pin positions from 0 on, or take sink_rule absolute."
+            ) from None
+        return spans
+
+    def _limit(self, prompt_ids: Sequence[int], params: SamplingParams, pinned: Spans) -> tuple[int, str]:
         length, width = len(prompt_ids), params.num_lines
         context = self.parts.max_context
         needs_room = params.max_tokens != 0
@@ -229,7 +261,7 @@ class Engine:
             )
 
         def fits(num_tokens: int) -> bool:
-            return self.manager.fits_ever(num_tokens, 1, width, length)
+            return self.manager.fits_ever(num_tokens, 1, width, length, pinned)
 
         if not fits(length):
             several = f" for {_lines(params)}" if width > 1 else ""

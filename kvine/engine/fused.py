@@ -13,10 +13,11 @@ from kvine.attention.native import NativeBackend, single_queries
 from kvine.cache.layout import Part, is_packed, packed_layout
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
+from kvine.cache.spec import CacheSpec
 from kvine.engine.scheduler import Scheduled
 from kvine.kernels import Kernels, is_plain
 from kvine.kernels.packed import NativeProduct, PackedLinear, PackedWeight
-from kvine.kernels.stack import NEVER, LayerKind, NativeStack, PackedKind, StackLayer, StackShape
+from kvine.kernels.stack import LayerKind, NativeStack, PackedKind, StackLayer, StackShape
 from kvine.models.decoder import Decoder, DecoderLayer
 from kvine.models.layers import Embedding, Linear, RMSNorm
 from kvine.models.matmul import native_product
@@ -104,9 +105,9 @@ class FusedDecoder:
             if all_logits or item.samples:
                 wanted.append(row)
         groups = []
-        for group, spec in enumerate(self._specs):
+        for group in range(len(self._specs)):
             tables = [self._table(item, group) for item in step]
-            groups.append(single_queries(places, tables, spec))
+            groups.append(single_queries(places, tables, [_seen_by(item, group) for item in step]))
         logits = self._stack.run(ids, wanted, groups)
         for group in self._attention.open_shelf:
             self._seal(step, group)
@@ -139,6 +140,11 @@ class FusedDecoder:
             sealed.seal_all(torch.tensor(blocks), opened.k.index_select(1, index), opened.v.index_select(1, index))
 
 
+def _seen_by(item: Scheduled, group: int) -> CacheSpec:
+    assert item.request.sequence is not None
+    return item.request.sequence.shelves[group].spec
+
+
 def _open_pool(attention: CachedAttention, group: int) -> KVPool:
     """Where a group's tokens are written: its own pool, or that of its open blocks."""
     pool = attention.pools[attention.open_shelf.get(group, group)]
@@ -156,13 +162,11 @@ def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
         if key not in number:
             number[key] = len(kinds)
             pool = attention.pools[where.group]
-            stored, moves = _open_pool(attention, where.group).layers[where.index], pool.spec.sinks_move_from
+            stored = _open_pool(attention, where.group).layers[where.index]
             kinds.append(
                 LayerKind(
                     where.rope.frequencies,
                     where.rope.scaling,
-                    pool.spec.sink_tokens,
-                    NEVER if moves is None else moves,
                     stored.k,
                     stored.v,
                     where.group,

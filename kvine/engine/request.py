@@ -10,6 +10,7 @@ from kvine.errors import KvineError, RequestError
 from kvine.sampling.beam_search import BeamSearch, Hypothesis
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
+from kvine.spans import Spans
 
 FinishReason = Literal["stop", "length", "context", "abort", "error"]
 
@@ -122,6 +123,7 @@ class Request(Line):
         limit_detail: what to say when `limit`, and not max_tokens, ends it.
         stops: watch for stop strings, one in each sample; or none.
         search: chooses among beams.
+        pinned: positions that stay visible whatever the windows.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Request(Line):
         limit_detail: str,
         stops: Sequence[StopChecker] = (),
         search: BeamSearch | None = None,
+        pinned: Spans = (),
     ) -> None:
         super().__init__(list(prompt_ids), 0, stops[0] if stops else None)
         self.owner = self
@@ -149,6 +152,7 @@ class Request(Line):
         self.limit_detail = limit_detail
         self.stops = stops
         self.search = search
+        self.pinned = pinned
         self.lines: list[Line] = [self]  # those that go on
         self.spread = params.num_lines == 1  # whether there are as many as there will be
         self.cached_tokens: int | None = None  # prompt tokens that were not computed; known once first admitted

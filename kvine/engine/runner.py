@@ -15,6 +15,7 @@ from kvine.cache.pool import KVPool
 from kvine.engine.fused import FusedDecoder
 from kvine.engine.scheduler import Scheduled
 from kvine.models.decoder import Attend, Observer
+from kvine.spans import Spans
 
 
 class Model(Protocol):
@@ -93,7 +94,10 @@ class Runner:
         starts = [0]
         lengths: list[int] = []
         wanted: list[int] = []
+        pinned: list[Spans] = []
         for item in step:
+            assert item.request.sequence is not None
+            pinned.append(item.request.sequence.pinned)
             end = item.start + item.count
             ids += item.request.tokens(item.start, end)
             positions += range(item.start, end)
@@ -106,7 +110,15 @@ class Runner:
         groups = tuple(
             self._group(group, step, np.array(positions), starts) for group in range(len(self.attention.backends))
         )
-        return Batch(self._tensor(ids), self._tensor(positions), starts, lengths, groups, self._tensor(wanted))
+        return Batch(
+            self._tensor(ids),
+            self._tensor(positions),
+            starts,
+            lengths,
+            groups,
+            self._tensor(wanted),
+            pinned if any(pinned) else (),
+        )
 
     def _group(self, group: int, step: Sequence[Scheduled], positions: np.ndarray, starts: list[int]) -> GroupBatch:
         if (shelf := self.attention.open_shelf.get(group)) is not None:

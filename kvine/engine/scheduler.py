@@ -139,7 +139,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> list[Scheduled] | None:
         """Opens the request's first line and reserves its first chunk, if all present tokens of all lines will fit."""
         first = request.lines[0]
-        sequence = self.manager.open(first.tokens(0, request.trunk + 1), request.namespace)
+        sequence = self.manager.open(first.tokens(0, request.trunk + 1), request.namespace, request.pinned)
         first.sequence = sequence
         remainder = sequence.num_tokens % self.manager.block_size
         # Copying a partly matching block needs room for both; where there is none, its tokens are computed instead.

@@ -328,7 +328,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _let_go(self) -> None:
         """Drops the blocks that no later query sees."""
-        dead = self._spec.dead_blocks(self._length)
+        dead = self._spec.passed_blocks(self._length)
         padding = int(self._padding.max()) if self._padding is not None else 0
         sinks = self._spec.num_blocks(self._spec.sink_tokens + padding) if self._spec.sink_tokens else 0
         alive = [i for i, block in enumerate(self._blocks) if block < sinks or block not in dead]

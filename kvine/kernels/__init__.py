@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvine.kernels import _native
 
 VARIABLE = "KVINE_KERNELS"
+NEVER = 2**63 - 1  # a position that no query comes to
+PREFILL_FIELDS = 7  # of a request in the plan of `Kernels.prefill`
 INSTRUCTION_SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "portable")
 REMEDY = "To have them, install a C++17 compiler (GCC or Clang) with OpenMP, and then Kvine again."
 
@@ -107,7 +109,6 @@ class Kernels:
         out: Tensor,
         *,
         num_requests: int,
-        sinks: int,
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
@@ -118,11 +119,13 @@ class Kernels:
             q: [N, Hq, D].
             k: the keys of one layer, [blocks, Hkv, block_size, D], in any of the kernels' dtypes.
             v: its values.
-            plan: int64, [num_requests, 4] and behind it the block tables: a request's row of q and out, the number of
-                its keys, the first of them that its window reaches, and where its table begins.
+            plan: int64, [num_requests, 8] and behind it the block tables: a request's row of q and out, the number of
+                its keys, the first of them that its window reaches, where its table begins, how many first keys are
+                read whatever the window, from which position on these are read as if from right before it (here of no
+                use), and how many other runs of keys are read so, and where these lie behind the tables, each as its
+                first key and its end.
             out: [N, Hq, D], in q's dtype.
             num_requests: how many rows are computed.
-            sinks: so many first keys are read whatever the window.
             scale: factor on the scores.
             q_sink: [N, Hq, D], what reads the sinks where that is not q.
             softcap: bound of the scores.
@@ -145,7 +148,6 @@ class Kernels:
             width,
             block_size,
             num_blocks,
-            sinks,
             scale,
             softcap or 0.0,
             torch.get_num_threads(),
@@ -161,7 +163,6 @@ class Kernels:
         *,
         num_requests: int,
         window: int | None,
-        sinks: int,
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
@@ -170,8 +171,9 @@ class Kernels:
 
         The arguments are those of `decode`, but for:
 
-            plan: int64, [num_requests, 4] and behind it the block tables: a request's first row of q and out, the
-                number of its queries, the number of its keys up to the last query's, and where its table begins.
+            plan: int64, [num_requests, 7] and behind it the block tables: a request's first row of q and out, the
+                number of its queries, the number of its keys up to the last query's, where its table begins, how many
+                first keys are read whatever the window, and how many other runs of keys, and where.
             window: how many keys a query sees, its own included; None for all.
 
         Raises:
@@ -193,7 +195,6 @@ class Kernels:
             block_size,
             num_blocks,
             window or 0,
-            sinks,
             scale,
             softcap or 0.0,
             torch.get_num_threads(),

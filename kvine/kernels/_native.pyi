@@ -67,7 +67,6 @@ class Path:
         width: int,
         block_size: int,
         num_blocks: int,
-        sinks: int,
         scale: float,
         softcap: float,
         num_threads: int,
@@ -75,8 +74,7 @@ class Path:
     ) -> None:
         """Attention of one query for each request; dtypes of q, k and v; q_sink and softcap may be 0.
 
-        The plan is int64: for each request its row, the number of keys, the first in its window, and where among the
-        block tables, which follow, its own begins. Raises IndexError for a block that there is not.
+        The plan is int64, see `Kernels.decode`. Raises IndexError for a block that there is not.
         """
 
     def prefill(
@@ -95,7 +93,6 @@ class Path:
         block_size: int,
         num_blocks: int,
         window: int,
-        sinks: int,
         scale: float,
         softcap: float,
         num_threads: int,
@@ -103,8 +100,7 @@ class Path:
     ) -> None:
         """The same for any number of queries of each request; a window of 0 is none.
 
-        The plan is int64: for each request its first row, the number of queries, that of keys up to the last query's,
-        and where among the block tables, which follow, its own begins. Raises IndexError for a block that there is not.
+        The plan is int64, see `Kernels.prefill`. Raises IndexError for a block that there is not.
         """
 
     def stack(
@@ -139,8 +135,6 @@ class Stack:
         frequencies: int,
         count: int,
         scaling: float,
-        sinks: int,
-        sinks_move_from: int,
         block_size: int,
         num_blocks: int,
         dtypes: tuple[int, int],

@@ -12,8 +12,6 @@ from torch import Tensor
 from kvine.kernels import Kernels
 from kvine.kernels.packed import NativeProduct
 
-NEVER = 2**63 - 1
-
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
@@ -46,8 +44,6 @@ class LayerKind:
     Attributes:
         frequencies: fp64 [R / 2], radians a position.
         scaling: of cosines and sines.
-        sinks: so many first keys are read whatever the window.
-        sinks_move_from: see `CacheSpec`; `NEVER` where they don't.
         keys, values: the blocks of one such layer, [blocks, Hkv, block_size, D].
         group: the number of the layer group.
         packed: how full blocks are packed, and how many there are; then `keys` and `values` are the open ones.
@@ -55,8 +51,6 @@ class LayerKind:
 
     frequencies: Tensor
     scaling: float
-    sinks: int
-    sinks_move_from: int
     keys: Tensor
     values: Tensor
     group: int
@@ -122,8 +116,6 @@ class NativeStack:
                 kind.frequencies.data_ptr(),
                 len(kind.frequencies),
                 kind.scaling,
-                kind.sinks,
-                kind.sinks_move_from,
                 kind.keys.shape[2],
                 kind.keys.shape[0],
                 (native.dtypes[kind.keys.dtype], native.dtypes[kind.values.dtype]),

@@ -31,7 +31,7 @@ def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, .
     """One spec for each group of layers that see alike, in order of their first layer.
 
     A layer sees the smaller of its own window and the cache's. Sinks belong to the cache's window: a layer that the
-    model itself limits as tightly was trained without them.
+    model itself limits as tightly was trained without them. Global tokens likewise.
 
     Raises:
         ConfigError: if a packed codec cannot keep blocks of this model's shape.
@@ -41,14 +41,11 @@ def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, .
     for part, codec in parts:
         if why := unpackable(part, codec, cache.block_size, model.head_dim):
             raise ConfigError(why)
-    groups: dict[tuple[int | None, int], list[int]] = {}
+    groups: dict[tuple[int | None, bool], list[int]] = {}
     for number, layer in enumerate(model.layers):
         own, given = layer.window, cache.window
-        if given is not None and (own is None or given < own):
-            seen: tuple[int | None, int] = (given, cache.sink_tokens)
-        else:
-            seen = (own, 0)
-        groups.setdefault(seen, []).append(number)
+        trained = own is not None and (given is None or own <= given)
+        groups.setdefault((own if trained else given, trained), []).append(number)
     return tuple(
         CacheSpec(
             layers=tuple(layers),
@@ -56,10 +53,11 @@ def cache_specs(model: AttentionShape, cache: CacheConfig) -> tuple[CacheSpec, .
             head_dim=model.head_dim,
             block_size=cache.block_size,
             window=window,
-            sink_tokens=sinks,
+            sink_tokens=0 if trained or window is None else cache.sink_tokens,
             sink_rule=cache.sink_rule,
+            trained=trained,
             key_codec=keys,
             value_codec=values,
-        )
-        for (window, sinks), layers in groups.items()
+        ).keeping(cache.global_tokens)
+        for (window, trained), layers in groups.items()
     )

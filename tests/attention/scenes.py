@@ -32,6 +32,7 @@ def attention_formula(
     scale: float,
     window: int | None = None,
     sinks: int = 0,
+    kept: Sequence[tuple[int, int]] = (),
     q_sink: Tensor | None = None,
     softcap: float | None = None,
 ) -> np.ndarray:
@@ -44,7 +45,8 @@ def attention_formula(
     out = np.empty_like(queries)
     for i in range(len(queries)):
         p = start + i
-        seen = np.array([j for j in range(p + 1) if window is None or j > p - window or j < sinks])
+        always = {*range(sinks), *(j for run in kept for j in range(*run))}
+        seen = np.array([j for j in range(p + 1) if window is None or j > p - window or j in always])
         for head in range(queries.shape[1]):
             kv_head = head // (queries.shape[1] // keys.shape[1])
             near, far = keys[seen, kv_head] @ queries[i, head], keys[seen, kv_head] @ to_sinks[i, head]

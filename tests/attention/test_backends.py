@@ -1,6 +1,7 @@
 """Each backend against attention written out in float64, over everything a batch and a spec may be."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from kvine.attention.sdpa import SdpaBackend
 from kvine.cache.pool import KVPool
 from kvine.cache.sequence import MISSING
 from kvine.cache.spec import CacheSpec
+from kvine.spans import Spans
 
 SCALE = 0.4
 
@@ -40,14 +42,16 @@ class Scene:
         outs = []
         for r, (start, _) in enumerate(self.spans):
             rows = slice(self.batch.query_start[r], self.batch.query_start[r + 1])
+            spec = self.batch.spec_of(r, self.spec)
             outs.append(
                 attention_formula(
                     self.q[rows],
                     *self.pasts[r],
                     start,
                     scale=SCALE,
-                    window=self.spec.window,
-                    sinks=self.spec.sink_tokens,
+                    window=spec.window,
+                    sinks=spec.sink_tokens,
+                    kept=spec.kept,
                     q_sink=None if self.q_sink is None else self.q_sink[rows],
                     softcap=self.softcap,
                 )
@@ -63,6 +67,7 @@ def scene_of(
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     seed: int = 0,
+    pinned: Sequence[Spans] = (),
 ) -> Scene:
     """Blocks have shuffled ids; whatever the requests must not read, dead and unwritten slots alike, is NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,9 +78,9 @@ def scene_of(
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     tables, pasts = [], []
-    for start, end in spans:
+    for r, (start, end) in enumerate(spans):
         table = [free.pop() for _ in range(spec.num_blocks(end))]
-        for block in spec.dead_blocks(start):
+        for block in spec.keeping(pinned[r] if pinned else ()).dead_blocks(start):
             table[block] = MISSING
         k, v = (torch.randn(end, spec.num_kv_heads, DIM, generator=generator).to(dtype) for _ in range(2))
         held = torch.tensor([p for p in range(end) if table[p // size] != MISSING])
@@ -83,15 +88,18 @@ def scene_of(
         pool.write(0, pool.row_index(slots), k[held], v[held])
         tables.append(table)
         pasts.append((k, v))
-    batch = batch_of([tables], spans, size)
+    batch = replace(batch_of([tables], spans, size), pinned=pinned)
     n = len(batch.positions)
     q = torch.randn(n, query_heads, DIM, generator=generator).to(dtype)
     q_sink = None
-    moves_from = spec.sinks_move_from
-    if moves_from is not None and max(end for _, end in spans) > moves_from:
+    limits = [batch.spec_of(r, spec).sinks_move_from for r in range(len(spans))]
+    if any(limit is not None and end > limit for limit, (_, end) in zip(limits, spans, strict=True)):
         # Queries that have not gone so far read the sinks as they read the rest.
         q_sink = torch.randn(n, query_heads, DIM, generator=generator).to(dtype)
-        q_sink = torch.where(batch.positions[:, None, None] < moves_from, q, q_sink)
+        for r, limit in enumerate(limits):
+            rows = torch.arange(batch.query_start[r], batch.query_start[r + 1])
+            near = rows[batch.positions[rows] < (n + 1000 if limit is None else limit)]
+            q_sink[near] = q[near]
     return Scene(spec, spans, batch, pool, q, q_sink, softcap, pasts)
 
 
@@ -113,7 +121,16 @@ def scenes(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Scene:
         start = draw(st.just(0) | st.integers(0, 40))
         spans.append((start, start + draw(st.just(1) | st.integers(1, 20))))
     softcap = draw(st.sampled_from((None, None, 2.0)))
-    return scene_of(spec, query_heads, spans, dtype=dtype, softcap=softcap, seed=draw(st.integers(0, 1000)))
+    runs = st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda run: (run[0], run[0] + run[1]))
+    if spec.sink_rule == "in_cache":  # only the beginning has a place among sinks in the cache
+        kept = st.just(()) | st.integers(1, 12).map(lambda end: ((0, end),))
+    else:
+        kept = st.just(()) | st.lists(runs, max_size=2).map(tuple)
+    pinned = draw(st.just(()) | st.lists(kept, min_size=len(spans), max_size=len(spans)))
+    seed = draw(st.integers(0, 1000))
+    return scene_of(
+        spec.keeping(draw(kept)), query_heads, spans, dtype=dtype, softcap=softcap, seed=seed, pinned=pinned
+    )
 
 
 matrix = settings(max_examples=120, derandomize=True, deadline=None)

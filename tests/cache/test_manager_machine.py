@@ -36,14 +36,19 @@ lengths = st.integers(0, LONGEST)
 Content = tuple[bytes, tuple[int, ...]]  # namespace and all tokens up to and including the slot's own
 
 
-def seen(spec: CacheSpec, query: int, key: int) -> bool:
-    """Visibility, written anew from the definition of windows and sinks."""
-    return key <= query and (spec.window is None or query - key < spec.window or key < spec.sink_tokens)
+PINNED = {b"a": (), b"b": (), b"p": ((5, 6), (9, 11))}  # by namespace: what stays in sight whatever the window
+
+
+def seen(spec: CacheSpec, namespace: bytes, query: int, key: int) -> bool:
+    """Visibility, written anew from the definition of windows and sinks, and of what is pinned."""
+    kept = key < spec.sink_tokens or any(first <= key < end for first, end in PINNED[namespace])
+    return key <= query and (spec.window is None or query - key < spec.window or kept)
 
 
 STILL_SEEN = {
-    (spec, length): [k for k in range(length) if any(seen(spec, q, k) for q in range(length, LONGEST + 20))]
+    (spec, name, length): [k for k in range(length) if any(seen(spec, name, q, k) for q in range(length, LONGEST + 20))]
     for spec in (*SPECS, *PACKED)
+    for name in PINNED
     for length in range(LONGEST + 1)
 }  # positions that some query after a sequence of `length` tokens sees
 
@@ -91,11 +96,11 @@ class CacheMachine(RuleBasedStateMachine):
     # -- operations ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.live) < MOST_SEQUENCES)
-    @rule(text=texts, length=lengths, namespace=st.sampled_from((b"a", b"a", b"b")))
+    @rule(text=texts, length=lengths, namespace=st.sampled_from((b"a", b"a", b"p", b"b")))
     def open(self, text: list[int], length: int, namespace: bytes) -> None:
         tokens = text[:length]
         longest = self.longest_hit(tokens, namespace)
-        sequence = self.manager.open(tokens, namespace)
+        sequence = self.manager.open(tokens, namespace, PINNED[namespace])
         assert sequence.tokens == tokens[: sequence.num_tokens]
         assert sequence.num_tokens == longest
         self.totals["hits"] += longest > 0
@@ -171,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         for which in self.live:
             sequence = which.sequence
             for group, spec in enumerate(self.specs):
-                for key in STILL_SEEN[spec, sequence.num_tokens]:
+                for key in STILL_SEEN[spec, which.namespace, sequence.num_tokens]:
                     shelf = self.shelf_of(group, key, sequence.num_tokens)
                     block, offset = sequence.tables[shelf][key // SIZE], key % SIZE
                     while (shelf, block) in pending and offset < pending[shelf, block].num_tokens:
@@ -272,17 +277,17 @@ class CacheMachine(RuleBasedStateMachine):
         root = self.manager.index.root(namespace)
         nodes = [(text_of(node), node.blocks) for node in self.manager.index.nodes() if root_of(node) is root]
         for length in range(len(tokens) - 1, 0, -1):
-            if self.obtainable(tokens[:length], nodes):
+            if self.obtainable(tokens[:length], namespace, nodes):
                 return length
         return 0
 
-    def obtainable(self, tokens: list[int], nodes: list[tuple[list[int], list[int | None]]]) -> bool:
+    def obtainable(self, tokens: list[int], namespace: bytes, nodes: list[tuple[list[int], list[int | None]]]) -> bool:
         length = len(tokens)
         for start in range(0, length, SIZE):
             shelves = {
                 self.shelf_of(group, key, length)
                 for group, spec in enumerate(self.specs)
-                for key in STILL_SEEN[spec, length]
+                for key in STILL_SEEN[spec, namespace, length]
                 if start <= key < start + SIZE
             }
             here = tokens[start : start + SIZE]

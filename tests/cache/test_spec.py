@@ -10,11 +10,13 @@ from hypothesis import example, given, settings
 from kvine.cache.spec import CacheSpec
 
 SPEC = CacheSpec(layers=(0,), num_kv_heads=1, head_dim=1)
+runs = st.tuples(st.integers(0, 24), st.integers(1, 7)).map(lambda run: (run[0], run[0] + run[1]))
 specs = st.builds(
-    lambda size, window, sinks: replace(SPEC, block_size=size, window=window, sink_tokens=sinks),
+    lambda size, window, sinks, kept: replace(SPEC, block_size=size, window=window, sink_tokens=sinks).keeping(kept),
     st.sampled_from((1, 2, 3, 4, 8)),
     st.none() | st.integers(1, 20),
     st.integers(0, 9),
+    st.just(()) | st.lists(runs, max_size=3).map(tuple),
 )
 quick = settings(max_examples=100, derandomize=True, deadline=None)
 FAR = 45  # queries this far past a position see it no more, unless all do: longer than any window here
@@ -23,7 +25,9 @@ FAR = 45  # queries this far past a position see it no more, unless all do: long
 def sees(spec: CacheSpec, query: int, key: int) -> bool:
     if key > query:
         return False
-    return spec.window is None or key > query - spec.window or key < spec.sink_tokens
+    if spec.window is None or key > query - spec.window or key < spec.sink_tokens:
+        return True
+    return any(key in range(*run) for run in spec.kept)
 
 
 @quick

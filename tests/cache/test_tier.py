@@ -147,7 +147,7 @@ def test_a_failed_restore_changes_nothing(folder):
     before = state(manager, other)
     contents.fails = True
     with pytest.raises(MemoryError):
-        tier.recall(manager.index.root(SPACE), TEXT)
+        tier.recall(manager.index.root(SPACE), TEXT, manager.shelves)
     manager.check()
     after = state(manager, other)
     assert [pool[0:2] + pool[3:] for pool in before[0]] == [pool[0:2] + pool[3:] for pool in after[0]]

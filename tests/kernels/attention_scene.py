@@ -29,6 +29,7 @@ class Scene:
         kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
         window: int | None = None,
         sinks: int = 0,
+        kept: Sequence[tuple[int, int]] = (),
         moved: bool = False,
         softcap: float | None = None,
         spread: float = 1.0,
@@ -36,6 +37,7 @@ class Scene:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.lengths, self.window, self.sinks, self.softcap = list(lengths), window, sinks, softcap
+        self.kept = list(kept)
         self.queries = [1] * len(lengths) if queries is None else list(queries)
         self.block_size, self.width, self.scale = block_size, width, width**-0.5
         self.rows = [
@@ -50,7 +52,7 @@ class Scene:
         self.k, self.v = (torch.full(shape, torch.nan, dtype=stored) for stored in kv_dtypes or (dtype, dtype))
         for r, (length, count) in enumerate(zip(self.lengths, self.queries, strict=True)):
             start = self.start(length - count)
-            seen = torch.tensor([p for p in range(length) if p < sinks or p >= start])
+            seen = torch.tensor([p for p in range(length) if self.is_kept(p) or p >= start])
             for stored in (self.k, self.v):
                 values = torch.randn(len(seen), heads[1], width, generator=generator).to(stored.dtype)
                 stored[self.places(r, seen)] = values
@@ -60,6 +62,10 @@ class Scene:
     def start(self, position: int) -> int:
         """The first key that the window of a query at a position reaches."""
         return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def is_kept(self, position: int) -> bool:
+        """Whether a key is read whatever the window."""
+        return position < self.sinks or any(first <= position < end for first, end in self.kept)
 
     def places(self, r: int, positions: Tensor) -> tuple[Tensor, slice, Tensor]:
         """Where in k and v a request's positions are: [n, heads, width]."""
@@ -72,8 +78,10 @@ class Scene:
         rows = range(len(self.rows)) if rows is None else rows
         for row in rows:
             r, position = self.rows[row]
-            requests += (row, position + 1, self.start(position), len(tables))
+            requests += (row, position + 1, self.start(position), len(tables), self.sinks, 0, len(self.kept))
             tables += self.tables[r][: position // self.block_size + 1]
+            requests.append(len(tables))
+            tables += [bound for run in self.kept for bound in run]
         out = torch.full_like(self.q, 7)
         native.decode(
             self.q,
@@ -82,7 +90,6 @@ class Scene:
             torch.tensor(requests + tables, dtype=torch.long),
             out,
             num_requests=len(rows),
-            sinks=self.sinks,
             scale=self.scale,
             q_sink=self.q_sink,
             softcap=self.softcap,
@@ -97,8 +104,10 @@ class Scene:
         requests: list[int] = []
         tables: list[int] = []
         for r, begin, end in spans:
-            requests += (self.rows.index((r, begin)), end - begin, end, len(tables))
+            requests += (self.rows.index((r, begin)), end - begin, end, len(tables), self.sinks, len(self.kept))
             tables += self.tables[r][: -(-end // self.block_size)]
+            requests.append(len(tables))
+            tables += [bound for run in self.kept for bound in run]
         out = torch.full_like(self.q, 7)
         native.prefill(
             self.q,
@@ -108,7 +117,6 @@ class Scene:
             out,
             num_requests=len(spans),
             window=self.window,
-            sinks=self.sinks,
             scale=self.scale,
             q_sink=self.q_sink,
             softcap=self.softcap,
@@ -120,7 +128,8 @@ class Scene:
         group, limits = self.q.shape[1] // self.k.shape[1], torch.finfo(out.dtype)
         for row, (r, position) in list(enumerate(self.rows))[::every]:
             seen = torch.arange(position + 1)
-            seen = seen[(seen >= self.start(position)) | (seen < self.sinks)]
+            always = torch.tensor([self.is_kept(int(key)) for key in seen])
+            seen = seen[(seen >= self.start(position)) | always]
             place, sink = self.places(r, seen), (seen < self.sinks)[:, None]
             keys, values = (x[place].double().repeat_interleave(group, 1) for x in (self.k, self.v))  # [n, Hq, D]
             query = self.q[row].double()

@@ -34,6 +34,9 @@ def test_windows_sinks_and_caps(path: str, dtype: torch.dtype) -> None:
         lengths = [1, 6, 80, 700]
         scene = Scene(lengths, dtype=dtype, window=window, sinks=sinks, moved=moved and sinks > 0, softcap=softcap)
         scene.check(scene.decode(native))
+    for window, sinks, kept in itertools.product((1, 7, 300), (0, 4), ([(10, 11)], [(5, 30), (70, 71), (300, 520)])):
+        scene = Scene([1, 6, 80, 700], dtype=dtype, window=window, sinks=sinks, moved=sinks > 0, kept=kept)
+        scene.check(scene.decode(native))
 
 
 @every_path
@@ -131,9 +134,9 @@ def test_a_block_that_there_is_not_is_refused_where_it_is_seen(path: str) -> Non
     scene = Scene([70], window=20, sinks=4)
     scene.tables[0][1] = scene.tables[0][2] = -1  # let go: neither sinks nor window reach them
     scene.check(scene.decode(native))
-    for table in (0, 3):
+    for table in (0, 2, 3):
         for block in (-1, scene.k.shape[0]):
-            broken = Scene([70], window=20, sinks=4)
+            broken = Scene([70], window=20, sinks=4, kept=[(40, 45)])
             broken.tables[0][table] = block
             with pytest.raises(IndexError, match="no such block"):
                 broken.decode(native)

@@ -50,6 +50,12 @@ def test_windows_sinks_and_caps(path: str, dtype: torch.dtype) -> None:
             softcap=softcap,
         )
         both(native, scene, 11)
+    for window, sinks in itertools.product((1, 7, 64, 300), (0, 4)):
+        kept = [(5, 30), (64, 65), (100, 300)]
+        scene = Scene(
+            [6, 80, 640], [6, 75, 90], heads=(3, 1), width=32, window=window, sinks=sinks, kept=kept, dtype=dtype
+        )
+        both(native, scene, 11)
 
 
 @every_path
@@ -68,6 +74,9 @@ def test_scenes_drawn_at_random(path: str) -> None:
             kv_dtypes=(chance.choice(DTYPES), chance.choice(DTYPES)),
             window=chance.choice((None, chance.randint(1, 200))),
             sinks=sinks,
+            kept=sorted(
+                (a, a + chance.randint(1, 90)) for a in chance.sample(range(66, 500, 95), chance.choice((0, 0, 1, 3)))
+            ),
             moved=bool(sinks) and chance.random() < 0.5,
             softcap=chance.choice((None, 2.0, 30.0)),
             seed=seed,
@@ -191,9 +200,9 @@ def test_a_block_that_there_is_not_is_refused_where_it_is_seen(path: str) -> Non
     scene = Scene([70], [12], window=10, sinks=4)
     scene.tables[0][1] = scene.tables[0][2] = -1  # let go: neither sinks nor window reach them
     scene.check(scene.prefill(native))
-    for table in (0, 3, 4):
+    for table in (0, 2, 3, 4):
         for block in (-1, scene.k.shape[0]):
-            broken = Scene([70], [12], window=10, sinks=4)
+            broken = Scene([70], [12], window=10, sinks=4, kept=[(40, 45)])
             broken.tables[0][table] = block
             with pytest.raises(IndexError, match="no such block"):
                 broken.prefill(native)

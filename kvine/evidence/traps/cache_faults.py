@@ -13,6 +13,7 @@ from kvine.cache.manager import CacheManager
 from kvine.cache.pool import KVPool
 from kvine.cache.prefix import Node, PrefixIndex
 from kvine.cache.sequence import CachedSequence
+from kvine.spans import Spans
 
 
 def in_fp32(pool: KVPool) -> KVPool:
@@ -72,9 +73,9 @@ class PublishedEarly(CacheManager):
         self.pools = [_WritableIfAlone(pool.capacity, pool.bytes_per_block) for pool in self.pools]
         self._prompts: dict[CachedSequence, list[int]] = {}
 
-    def open(self, tokens: Sequence[int], namespace: bytes = b"") -> CachedSequence:
+    def open(self, tokens: Sequence[int], namespace: bytes = b"", pinned: Spans = ()) -> CachedSequence:
         """See `CacheManager`."""
-        sequence = super().open(tokens, namespace)
+        sequence = super().open(tokens, namespace, pinned)
         self._prompts[sequence] = list(tokens)
         return sequence
 

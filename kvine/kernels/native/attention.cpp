@@ -36,9 +36,9 @@ class Stretch {
     }
 
     void attend(std::int64_t begin, std::int64_t end, const Sums& sums) {
-        const std::int64_t sinks = std::min(task_.sinks, request_.length);
-        read(task_.q_sink ? task_.q_sink : task_.q, begin, std::min(end, sinks), sums);
-        read(task_.q, std::max({begin, sinks, request_.start}), std::min(end, request_.length), sums);
+        for_runs(task_, request_, [&](bool sinks, std::int64_t first, std::int64_t last) {
+            read(sinks && task_.q_sink ? task_.q_sink : task_.q, std::max(begin, first), std::min(end, last), sums);
+        });
     }
 
   private:
@@ -117,9 +117,9 @@ class SealedStretch {
     }
 
     void attend(std::int64_t begin, std::int64_t end, const Sums& sums) {
-        const std::int64_t sinks = std::min(task_.sinks, request_.length);
-        read(task_.q_sink ? task_.q_sink : task_.q, begin, std::min(end, sinks), sums);
-        read(task_.q, std::max({begin, sinks, request_.start}), std::min(end, request_.length), sums);
+        for_runs(task_, request_, [&](bool sinks, std::int64_t first, std::int64_t last) {
+            read(sinks && task_.q_sink ? task_.q_sink : task_.q, std::max(begin, first), std::min(end, last), sums);
+        });
     }
 
   private:
@@ -233,7 +233,7 @@ std::int64_t context_bytes(const Decode& task) {
     std::int64_t keys = 0;
     for (std::int64_t r = 0; r < task.num_requests; ++r) {
         const Decode::Request& request = task.requests[r];
-        keys += request.length - std::max<std::int64_t>(request.start - task.sinks, 0);
+        for_runs(task, request, [&](bool, std::int64_t begin, std::int64_t end) { keys += std::max(begin, end) - begin; });
     }
     return keys * task.kv_heads * task.width * (size_of(task.k_dtype) + size_of(task.v_dtype));
 }

@@ -91,22 +91,30 @@ struct Stream {
     std::int64_t lines() const { return (end - at + 63) / 64; }
 };
 
+// Keys begin to end - 1.
+struct Run {
+    std::int64_t begin, end;
+};
+
 // Attention of requests with one query each: softmax(q Kᵀ * scale) V over what it may see of its own blocks.
 struct Decode {
     struct Request {
-        std::int64_t row;     // of q and y
-        std::int64_t length;  // keys up to its own
-        std::int64_t start;   // the first key that its window reaches
-        std::int64_t table;   // where its block table begins
+        std::int64_t row;         // of q and y
+        std::int64_t length;      // keys up to its own
+        std::int64_t start;       // the first key that its window reaches
+        std::int64_t table;       // where its block table begins
+        std::int64_t sinks;       // so many first keys are seen whatever the window
+        std::int64_t moves_from;  // a query from here on reads the sinks as if it stood right before
+        std::int64_t num_kept;    // runs of other keys that are seen whatever the window, ascending
+        std::int64_t kept;        // where among the tables they lie
     };
 
     const std::byte *q, *q_sink;  // [rows, kv_heads * group, width]; q_sink reads the sinks, or is null and q does
     const std::byte *k, *v;       // [blocks, kv_heads, block_size, width], in dtypes of their own
     std::byte* y;                 // like q
     const Request* requests;
-    const std::int64_t* tables;  // of blocks, each by position
+    const std::int64_t* tables;  // of blocks, each by position; and runs of keys
     std::int64_t num_requests, kv_heads, group, width, block_size;
-    std::int64_t sinks;    // so many first keys are seen whatever the window
     float scale, softcap;  // a score s becomes c * tanh(s / c); a cap of 0 is none
     DType dtype, k_dtype, v_dtype;
 
@@ -115,6 +123,11 @@ struct Decode {
     bool packed = false;
     Sealed sealed_keys{}, sealed_values{};
     const std::byte *sealed_k = nullptr, *sealed_v = nullptr;
+
+    template <class AnyRequest>
+    const Run* kept(const AnyRequest& request) const {
+        return reinterpret_cast<const Run*>(tables + request.kept);
+    }
 };
 
 // Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits.
@@ -124,6 +137,7 @@ struct Prefill {
         std::int64_t queries;  // how many rows; the last sees all of its keys
         std::int64_t length;   // keys up to the last query's own
         std::int64_t table;    // where its block table begins
+        std::int64_t sinks, num_kept, kept;  // see Decode
     };
 
     Decode each;  // whose own requests are not used

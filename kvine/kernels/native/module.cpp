@@ -149,31 +149,35 @@ void write_at(std::tuple<int, int, int> dtypes, std::uintptr_t k, std::uintptr_t
 }
 
 // Raises if a query sees a key in a block that there is not: an address must not be made of it.
-void check_blocks(const Decode& task, const std::int64_t* table, std::int64_t start, std::int64_t length,
+template <class AnyRequest>
+void check_blocks(const Decode& task, const AnyRequest& request, std::int64_t start, std::int64_t length,
                   std::int64_t num_blocks) {
+    const std::int64_t* table = task.tables + request.table;
     const auto check = [&](std::int64_t first, std::int64_t end) {
         for (std::int64_t block = first; block < end; ++block)
             if (table[block] < 0 || table[block] >= num_blocks) throw nb::index_error("no such block in the cache");
     };
     const auto blocks = [&](std::int64_t keys) { return (keys + task.block_size - 1) / task.block_size; };
-    check(0, blocks(std::min(task.sinks, length)));
+    check(0, blocks(std::min(request.sinks, length)));
+    for (const Run* run = task.kept(request); run != task.kept(request) + request.num_kept; ++run)
+        check(run->begin / task.block_size, blocks(std::min({run->end, start, length})));
     check(start / task.block_size, blocks(length));
 }
 
-// `plan` is [num_requests, 4], the fields of Decode::Request, and behind it the tables.
+// `plan` is [num_requests, 8], the fields of Decode::Request, and behind it the tables.
 void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
                std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
                std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
-               std::int64_t num_blocks, std::int64_t sinks, float scale, float softcap, int num_threads) {
+               std::int64_t num_blocks, float scale, float softcap, int num_threads) {
     const auto [dtype, k_dtype, v_dtype] = dtypes;
-    static_assert(sizeof(Decode::Request) == 4 * sizeof(std::int64_t));
+    static_assert(sizeof(Decode::Request) == 8 * sizeof(std::int64_t));
     const auto* requests = reinterpret_cast<const Decode::Request*>(plan);
     const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
     const Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
-                      group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
+                      group,        width,      block_size,   scale,      softcap,  checked(dtype),
                       checked(k_dtype), checked(v_dtype)};
     for (const auto* request = requests; request != requests + num_requests; ++request)
-        check_blocks(task, tables + request->table, request->start, request->length, num_blocks);
+        check_blocks(task, *request, request->start, request->length, num_blocks);
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
@@ -186,12 +190,11 @@ Stack make_stack(const Path& path, int dtype, std::tuple<std::int64_t, std::int6
             embedding.weight, head.weight,    embedding_scale, floats_at(final_norm), {}, {}};
 }
 
-void add_kind(Stack& stack, std::uintptr_t frequencies, std::int64_t count, double scaling, std::int64_t sinks,
-              std::int64_t sinks_move_from, std::int64_t block_size, std::int64_t num_blocks,
-              std::tuple<int, int> dtypes, std::size_t group) {
+void add_kind(Stack& stack, std::uintptr_t frequencies, std::int64_t count, double scaling, std::int64_t block_size,
+              std::int64_t num_blocks, std::tuple<int, int> dtypes, std::size_t group) {
     const auto [k_dtype, v_dtype] = dtypes;
-    stack.kinds.push_back({{reinterpret_cast<const double*>(frequencies), count, scaling}, sinks, sinks_move_from,
-                           block_size, num_blocks, checked(k_dtype), checked(v_dtype), group});
+    stack.kinds.push_back({{reinterpret_cast<const double*>(frequencies), count, scaling}, block_size, num_blocks,
+                           checked(k_dtype), checked(v_dtype), group});
 }
 
 // How the last kind's full blocks are packed: for keys and for values bits, whether by channel, channels that share a
@@ -235,12 +238,12 @@ void run_stack(const Stack& stack, std::uintptr_t plan, std::int64_t rows, std::
         for (const auto* request = attention.requests; request != attention.requests + rows; ++request) {
             const std::int64_t* table = attention.tables + request->table;
             if (!kind.packed) {
-                check_blocks(attention, table, request->start, request->length, kind.num_blocks);
+                check_blocks(attention, *request, request->start, request->length, kind.num_blocks);
                 continue;
             }
             const std::int64_t last = (request->length - 1) / kind.block_size, own = table[last];
             if (own < 0 || own >= kind.num_blocks) throw nb::index_error("no such block in the cache");
-            if (last > 0) check_blocks(attention, table, std::min(request->start, last * kind.block_size),
+            if (last > 0) check_blocks(attention, *request, std::min(request->start, last * kind.block_size),
                                        last * kind.block_size, kind.num_sealed);
         }
     }
@@ -260,20 +263,19 @@ void cos_sin_at(std::uintptr_t frequencies, std::int64_t count, double scaling, 
 void prefill_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
                 std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
                 std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
-                std::int64_t num_blocks, std::int64_t window, std::int64_t sinks, float scale, float softcap,
-                int num_threads) {
+                std::int64_t num_blocks, std::int64_t window, float scale, float softcap, int num_threads) {
     const auto [dtype, k_dtype, v_dtype] = dtypes;
-    static_assert(sizeof(Prefill::Request) == 4 * sizeof(std::int64_t));
+    static_assert(sizeof(Prefill::Request) == 7 * sizeof(std::int64_t));
     const auto* requests = reinterpret_cast<const Prefill::Request*>(plan);
     const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
     const Decode each{at(q),        at(q_sink), at(k), at(v), into(y),    nullptr, tables, 0,   kv_heads,
-                      group,        width,      block_size,   sinks,      scale,    softcap, checked(dtype),
+                      group,        width,      block_size,   scale,      softcap,  checked(dtype),
                       checked(k_dtype), checked(v_dtype)};
     const Prefill task{each, requests, num_requests, window};
     for (const auto* request = requests; request != requests + num_requests; ++request) {
         const std::int64_t first = request->length - request->queries;
         const std::int64_t start = window ? std::max<std::int64_t>(first - window + 1, 0) : 0;
-        check_blocks(each, tables + request->table, start, request->length, num_blocks);
+        check_blocks(each, *request, start, request->length, num_blocks);
     }
     run(products_of(task) > kManyProducts, [&] { prefill(path, task, num_threads); });
 }

@@ -100,6 +100,19 @@ struct Sums {
     bool nothing(std::int64_t r) const { return sum[r] == 0; }
 };
 
+// Calls f(whether these are sinks, begin, end) for each run of keys that a request's query sees, one after another; a run
+// may be empty.
+template <class F>
+void for_runs(const Decode& task, const Decode::Request& request, const F& f) {
+    const std::int64_t sinks = std::min(request.sinks, request.length);
+    f(true, 0, sinks);
+    for (std::int64_t i = 0; i < request.num_kept; ++i) {
+        const kvine::Run run = task.kept(request)[i];
+        f(false, std::max(run.begin, sinks), std::min(run.end, request.start));
+    }
+    f(false, std::max(sinks, request.start), request.length);
+}
+
 // Where in q and y the query heads of a KV head lie in a row.
 inline std::int64_t place_of(const Decode& task, std::int64_t row, std::int64_t kv_head) {
     return (row * task.kv_heads + kv_head) * task.group * task.width;

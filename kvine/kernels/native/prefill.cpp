@@ -52,12 +52,11 @@ class TileOfQueries {
         all_.clear();
         const std::int64_t stretch = stretch_of(item_.end), start = start_of(prefill_, item_.begin);
         for (std::int64_t begin = 0; begin < item_.end; begin += stretch) {
-            if (begin >= task_.sinks && begin + stretch <= start) continue;
+            if (begin + stretch <= start && !keeps(begin, begin + stretch)) continue;
             part_.clear();
-            for (std::int64_t tile = begin; tile < std::min(begin + stretch, item_.end); tile += kTileKeys) {
-                read(true, tile);
-                read(false, tile);
-            }
+            for (int part = 0; part < num_parts(); ++part)
+                for (std::int64_t tile = begin; tile < std::min(begin + stretch, item_.end); tile += kTileKeys)
+                    read(part, tile);
             all_.merge(part_);
         }
         write(path_, task_, all_, row, item_.kv_head);
@@ -78,24 +77,40 @@ class TileOfQueries {
 
     Sums take_sums() { return {rows_, stride_, scratch_.take(Sums::size(rows_, stride_))}; }
 
-    // Which sinks, or which of the other keys, queries at `first` to `last` see in a tile, one with another.
-    Span seen(bool sinks, std::int64_t tile, std::int64_t first, std::int64_t last) const {
-        const std::int64_t begin = sinks ? 0 : std::max(task_.sinks, start_of(prefill_, first));
-        const std::int64_t end = sinks ? std::min(task_.sinks, last + 1) : last + 1;
+    // Sinks, each run of keys that is kept beside them, and the window, in the order that a single query sums them in.
+    int num_parts() const { return static_cast<int>(item_.request->num_kept) + 2; }
+
+    bool keeps(std::int64_t begin, std::int64_t end) const {
+        if (begin < item_.request->sinks) return true;
+        const Run* kept = task_.kept(*item_.request);
+        return std::any_of(kept, kept + item_.request->num_kept,
+                           [&](const Run& run) { return run.begin < end && begin < run.end; });
+    }
+
+    // Which keys of a part queries at `first` to `last` see in a tile, one with another.
+    Span seen(int part, std::int64_t tile, std::int64_t first, std::int64_t last) const {
+        const std::int64_t sinks = item_.request->sinks;
+        std::int64_t begin = std::max(sinks, start_of(prefill_, first)), end = last + 1;
+        if (part == 0) {
+            begin = 0, end = std::min(sinks, end);
+        } else if (part < num_parts() - 1) {
+            const Run run = task_.kept(*item_.request)[part - 1];
+            begin = std::max(sinks, run.begin), end = std::min(run.end, start_of(prefill_, last));
+        }
         return {static_cast<int>(std::clamp<std::int64_t>(begin - tile, 0, kTileKeys)),
                 static_cast<int>(std::clamp<std::int64_t>(end - tile, 0, kTileKeys))};
     }
 
-    void read(bool sinks, std::int64_t tile) {
-        const auto [begin, end] = seen(sinks, tile, item_.begin, item_.end - 1);
+    void read(int part, std::int64_t tile) {
+        const auto [begin, end] = seen(part, tile, item_.begin, item_.end - 1);
         if (begin >= end) return;
-        const bool alike = begin == seen(sinks, tile, item_.end - 1, item_.end - 1).begin &&
-                           end == seen(sinks, tile, item_.begin, item_.begin).end;  // as in most tiles
+        const bool alike = begin == seen(part, tile, item_.end - 1, item_.end - 1).begin &&
+                           end == seen(part, tile, item_.begin, item_.begin).end;  // as in most tiles
         const std::byte *keys[kTileKeys], *values[kTileKeys];
         locate(task_, table_, item_.kv_head, tile, begin, end, keys, values);
         path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_, kNothing);
         path_.widen[task_.v_dtype](values, begin, end, task_.width, values_);
-        const float* x = sinks ? x_sink_ : x_;
+        const float* x = part ? x_ : x_sink_;
         for (std::int64_t row = 0; row < rows_; row += kBlockRows) {
             const int count = static_cast<int>(std::min<std::int64_t>(rows_ - row, kBlockRows));
             Span spans[kBlockRows];
@@ -103,7 +118,7 @@ class TileOfQueries {
                 spans[r] = {begin, end};
                 if (alike) continue;
                 const std::int64_t position = item_.begin + (row + r) / task_.group;
-                spans[r] = seen(sinks, tile, position, position);
+                spans[r] = seen(part, tile, position, position);
             }
             const Span any{spans[0].begin, spans[count - 1].end};  // later queries see later keys
             if (any.begin >= any.end) continue;

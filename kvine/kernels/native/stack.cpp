@@ -112,7 +112,7 @@ class Step {
         place.sink_positions = room.take<std::int64_t>(rows_);
         place.attention = attention_of(stack_, kind, step_);
         for (std::int64_t r = 0; r < rows_; ++r)
-            place.sinks_moved |= place.attention.requests[r].length > kind.sinks_move_from;
+            place.sinks_moved |= place.attention.requests[r].length > place.attention.requests[r].moves_from;
         return place;
     }
 
@@ -126,7 +126,7 @@ class Step {
                 place.cache_rows[row * stack_.kv_heads + head] =
                     (block * stack_.kv_heads + head) * kind.block_size + position % kind.block_size;
             place.positions[row] = position;
-            place.sink_positions[row] = std::min(position, kind.sinks_move_from - 1);
+            place.sink_positions[row] = std::min(position, request.moves_from - 1);
         }
         cos_sin(kind.angles, place.positions, place.cos, place.sin, rows.begin, rows.end);
         if (place.sinks_moved)
@@ -316,7 +316,7 @@ Decode attention_of(const Stack& stack, const Kind& kind, const StackStep& step)
     task.tables = reinterpret_cast<const std::int64_t*>(task.requests + step.rows);
     task.num_requests = step.rows;
     task.kv_heads = stack.kv_heads, task.group = stack.heads / stack.kv_heads, task.width = stack.width;
-    task.block_size = kind.block_size, task.sinks = kind.sinks;
+    task.block_size = kind.block_size;
     task.scale = stack.scale, task.softcap = stack.softcap;
     task.dtype = stack.dtype, task.k_dtype = kind.k_dtype, task.v_dtype = kind.v_dtype;
     task.packed = kind.packed, task.sealed_keys = kind.sealed_keys, task.sealed_values = kind.sealed_values;

@@ -25,11 +25,9 @@ struct Layer {
     std::size_t kind;
 };
 
-// What layers of one kind have in common: how positions turn them, and what their queries see.
+// What layers of one kind have in common: how positions turn them, and where their past is kept.
 struct Kind {
     Angles angles;
-    std::int64_t sinks;
-    std::int64_t sinks_move_from;  // a query from here on reads the sinks as if it stood right before
     std::int64_t block_size, num_blocks;
     DType k_dtype, v_dtype;
     std::size_t group;  // of layers that share block tables

@@ -11,16 +11,19 @@ from kvine.evidence.plan import workspace as formula
 from kvine.models import matmul
 
 
-def seen(window: int | None, sinks: int, q: int, k: int) -> bool:
-    return k <= q and (window is None or q - k < window or k < sinks)
+Kept = tuple[tuple[int, int], ...]
 
 
-def needed_blocks(window: int | None, sinks: int, size: int, length: int) -> int:
+def seen(window: int | None, sinks: int, q: int, k: int, kept: Kept = ()) -> bool:
+    always = k < sinks or any(first <= k < end for first, end in kept)
+    return k <= q and (window is None or q - k < window or always)
+
+
+def needed_blocks(window: int | None, sinks: int, size: int, length: int, kept: Kept = ()) -> int:
     """Blocks of `length` tokens that hold a key which some query from `length` on sees."""
     last = length + 200  # by then every window has passed
-    needed = {
-        k // size for k in range(length) if any(seen(window, sinks, q, k) for q in (*range(length, length + 9), last))
-    }
+    later = (*range(length, length + 9), last)
+    needed = {k // size for k in range(length) if any(seen(window, sinks, q, k, kept) for q in later)}
     return len(needed)
 
 
@@ -29,17 +32,18 @@ SHAPES = [(None, 0), (1, 0), (2, 0), (5, 0), (5, 3), (8, 1), (8, 9), (16, 4)]
 
 @pytest.mark.parametrize(("window", "sinks"), SHAPES)
 @pytest.mark.parametrize("size", [1, 3, 4, 8])
-def test_tokens_read_and_blocks_held(window: int | None, sinks: int, size: int) -> None:
-    spec = CacheSpec((0,), 1, 2, size, window=window, sink_tokens=sinks)
+@pytest.mark.parametrize("kept", [(), ((10, 17),), ((11, 12), (13, 14), (30, 41))])
+def test_tokens_read_and_blocks_held(window: int | None, sinks: int, size: int, kept: Kept) -> None:
+    spec = CacheSpec((0,), 1, 2, size, window=window, sink_tokens=sinks).keeping(kept)
     pairs = 0
     for length in range(1, 70):
-        visible = sum(seen(window, sinks, length - 1, k) for k in range(length))
+        visible = sum(seen(window, sinks, length - 1, k, kept) for k in range(length))
         pairs += visible
         assert spec.num_visible(length) == visible
         assert spec.num_visible_pairs(length) == pairs
         assert spec.num_live_blocks(length) == len(spec.live_blocks(length))
-        assert spec.num_live_blocks(length) <= needed_blocks(window, sinks, size, length) + 1
-        assert spec.num_live_blocks(length) >= needed_blocks(window, sinks, size, length)
+        assert spec.num_live_blocks(length) <= needed_blocks(window, sinks, size, length, kept) + 1
+        assert spec.num_live_blocks(length) >= needed_blocks(window, sinks, size, length, kept)
 
 
 @pytest.mark.parametrize(("window", "sinks"), SHAPES)
@@ -48,6 +52,7 @@ def test_no_split_of_a_step_holds_more_than_is_planned(window: int | None, sinks
     slack = []
     for _ in range(150):
         spec = CacheSpec((0,), 1, 2, draw.choice([1, 3, 4, 8]), window=window, sink_tokens=sinks)
+        spec = spec.keeping(draw.choice([(), ((10, 17),), ((11, 12), (30, 41))]))
         batch, chunk, length = draw.randint(1, 5), draw.randint(1, 40), draw.randint(1, 90)
         planned = spec.max_live_blocks(length, chunk, batch)
         done, most = [0] * batch, 0
