@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvine.cache.prefix import common_prefix
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
@@ -24,6 +25,7 @@ from kvine.generation import Generation, TextGeneration
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
+from kvine.spans import Spans
 from kvine.text.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -99,7 +101,7 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, but it is one prompt here
-        self, prompts: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True
+        self, prompts: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True, pinned: Spans = ()
     ) -> Generation: ...
 
     @overload
@@ -109,6 +111,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_cache: bool = True,
+        pinned: Spans = (),
     ) -> list[Generation]: ...
 
     def generate(
@@ -117,6 +120,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_cache: bool = True,
+        pinned: Spans = (),
     ) -> Generation | list[Generation]:
         """Generates from one prompt, or from several side by side.
 
@@ -124,6 +128,8 @@ class LLM:
             prompts: a text, a list of token ids, or a list of these.
             params: for all prompts, or one for each; greedy by default.
             use_cache: false recomputes the whole text for every token.
+            pinned: runs of positions of each prompt, `(first, end)` with the end outside, that the cache's window never
+                drops.
 
         Returns:
             A `Generation`, or a list of them where several prompts were given.
@@ -142,39 +148,68 @@ class LLM:
         running: list[TextGeneration] = []
         try:
             for prompt_ids, request_params in zip(ids, each, strict=True):
-                running.append(self._start(prompt_ids, request_params, use_cache))
+                running.append(self._start(prompt_ids, request_params, use_cache, pinned))
             results = [request.result for request in running]
         finally:
             for request in running:
                 request.close()
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True) -> TextGeneration:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, use_cache: bool = True, pinned: Spans = ()
+    ) -> TextGeneration:
         """Generates from one prompt; iterate over the return value for the text as it comes.
 
         Raises:
             RequestError: as `generate`, and for several texts of one prompt, which no single stream can show.
         """
-        return self._start(self.encode(prompt), _of_one_text(params), use_cache)
+        return self._start(self.encode(prompt), _of_one_text(params), use_cache, pinned)
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True) -> Generation:
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        use_cache: bool = True,
+        pin_system: bool = False,
+    ) -> Generation:
         """Answers a conversation, written with the model's own chat template.
 
         Args:
             messages: mappings with `role` and `content`.
             params: greedy by default.
             use_cache: false recomputes the whole text for every token.
+            pin_system: whether the cache's window never drops the system message, see `system_span`.
 
         Raises:
             RequestError: if the model has no chat template or the template refuses the messages.
         """
-        return self._start(self.encode_chat(messages), params, use_cache).result
+        pinned = self.system_span(messages) if pin_system else ()
+        return self._start(self.encode_chat(messages), params, use_cache, pinned).result
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, use_cache: bool = True
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        use_cache: bool = True,
+        pin_system: bool = False,
     ) -> TextGeneration:
         """Like `chat`, as it comes; of one text, see `stream`."""
-        return self._start(self.encode_chat(messages), _of_one_text(params), use_cache)
+        pinned = self.system_span(messages) if pin_system else ()
+        return self._start(self.encode_chat(messages), _of_one_text(params), use_cache, pinned)
+
+    def system_span(self, messages: Messages) -> Spans:
+        """Where in a conversation its system message lies: what all conversations that open with it begin with.
+
+        Raises:
+            RequestError: if it opens with none.
+        """
+        opening = [message for message in messages if message.get("role") == "system"][:1]
+        if not opening:
+            raise RequestError("There is no system message to pin: give one, or leave it out.")
+        first, second = (self.encode_chat([*opening, {"role": "user", "content": text}]) for text in ("0", "?"))
+        return ((0, common_prefix(first, second)),)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
@@ -273,14 +308,16 @@ class LLM:
             prompt = prompt.flatten().tolist()
         return checked_ids(self.encode(prompt), self.parts.vocab_size)
 
-    def _start(self, prompt_ids: list[int], params: SamplingParams | None, use_cache: bool) -> TextGeneration:
+    def _start(
+        self, prompt_ids: list[int], params: SamplingParams | None, use_cache: bool, pinned: Spans = ()
+    ) -> TextGeneration:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Say how to sample with SamplingParams(...), not with {params!r}.")
         engine = self.engine if use_cache else self.cache_free_engine
         with self.lock:
             self._end_forgotten()
-            request = TextGeneration(self, engine, prompt_ids, params)
+            request = TextGeneration(self, engine, prompt_ids, params, pinned)
             self._live[id(engine), request.request_id] = request
         return request
 

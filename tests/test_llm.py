@@ -320,6 +320,22 @@ def test_chat_writes_the_template_and_hits_the_earlier_turns(th: Checkpoint, llm
     assert llm.chat(messages, TEN).usage.cached_tokens >= 11
 
 
+def test_the_pinned_system_message_is_what_conversations_that_open_with_it_share(th: Checkpoint) -> None:
+    llm = open_llm(th, cache=CacheConfig(block_size=4, window=7))
+    opening = {"role": "system", "content": "Be odd."}
+    messages = [opening, {"role": "user", "content": "Hi there"}]
+    (span,) = llm.system_span(messages)
+    other = llm.encode_chat([opening, {"role": "user", "content": "Go on"}])
+    assert span[0] == 0 and llm.encode_chat(messages)[: span[1]] == other[: span[1]] and span[1] > len("Be odd.")
+    with_pin, without = (llm.chat(messages, TEN, pin_system=pin, use_cache=False) for pin in (True, False))
+    assert llm.chat(messages, TEN, pin_system=True).token_ids == with_pin.token_ids
+    assert llm.generate(with_pin.prompt_ids, TEN, pinned=(span,)).token_ids == with_pin.token_ids
+    assert "".join(llm.stream_chat(messages, TEN, pin_system=True)) == with_pin.text
+    assert llm.chat(messages, TEN).token_ids == without.token_ids
+    with pytest.raises(RequestError, match="no system message to pin"):
+        llm.chat(messages[1:], TEN, pin_system=True)
+
+
 def test_chat_needs_a_template(tl_with_bos: Checkpoint) -> None:
     with pytest.raises(RequestError, match="chat template"):
         open_llm(tl_with_bos).chat([{"role": "user", "content": "Hi"}])

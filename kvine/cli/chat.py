@@ -32,6 +32,7 @@ def chat(
     sampling: SamplingOptions,
     cache: CacheOptions,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    pin_system: Annotated[bool, typer.Option("--pin-system", help="No window drops the system message.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the chat has ended.")] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No line about the model, nor one after each turn.")
@@ -39,13 +40,15 @@ def chat(
 ) -> None:
     """Talk with a model. Lines piped in are taken as turns, one each."""
     params = sampling.params()
+    if pin_system and system is None:
+        raise RequestError("--pin-system pins what --system says: give it too.")
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     if not quiet:
         from kvine.cli.report import show_ready
 
         show_ready(llm, ready_s)
-    session = Session(Conversation(llm, params, system), streams=not json, quiet=quiet)
+    session = Session(Conversation(llm, params, system, pin_system=pin_system), streams=not json, quiet=quiet)
     session.run()
     if json:
         write_json(session.as_json(ready_s))

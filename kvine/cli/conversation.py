@@ -36,12 +36,16 @@ class Conversation:
         llm: the model.
         params: for every answer.
         system: a system message, or None.
+        pin_system: whether no window drops it.
     """
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", system: str | None = None) -> None:
+    def __init__(
+        self, llm: "LLM", params: "SamplingParams", system: str | None = None, *, pin_system: bool = False
+    ) -> None:
         self.llm = llm
         self.params = params
         self.system = system
+        self.pin_system = pin_system
         self.turns: list[Turn] = []
 
     def messages(self, end: int | None = None) -> list[dict[str, str]]:
@@ -75,7 +79,8 @@ class Conversation:
         if number is not None:
             self.check_number(number)
         before = len(self.turns) if number is None else number - 1
-        running = self.llm.stream_chat([*self.messages(before), {"role": "user", "content": user}], self.params)
+        messages = [*self.messages(before), {"role": "user", "content": user}]
+        running = self.llm.stream_chat(messages, self.params, pin_system=self.pin_system)
         try:
             on_start(running)
         finally:

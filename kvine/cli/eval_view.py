@@ -55,6 +55,7 @@ def evaluation_json(
                     "window": one.cache.window,
                     "sinks": one.cache.sink_tokens,
                     "sink_rule": one.cache.sink_rule,
+                    "global_tokens": [list(run) for run in one.cache.global_tokens],
                     "block_size": one.cache.block_size,
                 },
             }

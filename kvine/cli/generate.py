@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvine.cli.loading import open_llm
-from kvine.cli.options import CacheOptions, ChoiceOptions, ModelOptions, SamplingOptions, spread_options
+from kvine.cli.options import CacheOptions, ChoiceOptions, ModelOptions, SamplingOptions, parse_runs, spread_options
 from kvine.cli.terminal import seconds_since_start, write, write_json
 from kvine.errors import RequestError
 
@@ -23,6 +23,10 @@ def generate(
     cache: CacheOptions,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; with --chat.")] = None,
+    pin: Annotated[
+        str, typer.Option(metavar="RUNS", help="Positions of the prompt that no window drops, such as 0:20.")
+    ] = "",
+    pin_system: Annotated[bool, typer.Option("--pin-system", help="No window drops the system message.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Show what each model call read, and the cache held.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the text is complete.")] = False,
@@ -32,19 +36,25 @@ def generate(
     params = several.of(sampling.params())
     if system is not None and not chat:
         raise RequestError("--system is part of a conversation: give --chat as well.")
+    if pin_system and system is None:
+        raise RequestError("--pin-system pins what --system says: give it too.")
+    pinned = parse_runs("--pin", pin)
     text = read_stdin() if prompt == "-" else prompt
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     from kvine.cli import report
 
     messages = [] if system is None else [{"role": "system", "content": system}]
-    ids = llm.encode_chat([*messages, {"role": "user", "content": text}]) if chat else llm.encode(text)
+    messages.append({"role": "user", "content": text})
+    ids = llm.encode_chat(messages) if chat else llm.encode(text)
+    if pin_system:
+        pinned += llm.system_span(messages)
     calls: list[ModelCall] = []
     llm.trace(calls.append if trace else None)
     if json or params.num_lines > 1:
-        result = llm.generate(ids, params, use_cache=not no_cache)
+        result = llm.generate(ids, params, use_cache=not no_cache, pinned=pinned)
     else:
-        running = llm.stream(ids, params, use_cache=not no_cache)
+        running = llm.stream(ids, params, use_cache=not no_cache, pinned=pinned)
         for piece in running:
             write(piece)
         write("\n")

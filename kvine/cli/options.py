@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from kvine.config import CacheConfig, EngineConfig, check_device, check_dtype
-from kvine.errors import RequestError
+from kvine.errors import ConfigError, RequestError
 from kvine.sampling.params import SamplingParams
+from kvine.spans import Spans, parse_spans
 
 DEFAULT_MODEL = "smollm2-135m"  # the hub's own; importing the hub would slow down --help
 WEIGHTS_HELP = (
@@ -211,6 +212,9 @@ class CacheOptions:
     sink_rule: Annotated[str, _cache("absolute, or in_cache to go on past the model's context.")] = (
         CacheConfig.sink_rule
     )
+    global_tokens: Annotated[
+        str, _cache("Positions that stay visible past the window, such as 0:4,100:108.", metavar="RUNS")
+    ] = ""
     no_prefix_caching: Annotated[
         bool, _cache("Keep nothing for later requests that begin alike.", "--no-prefix-caching")
     ] = False
@@ -232,11 +236,22 @@ class CacheOptions:
             window=self.window,
             sink_tokens=self.sinks,
             sink_rule=self.sink_rule,  # type: ignore[arg-type]  # checked there
+            global_tokens=parse_runs("--global-tokens", self.global_tokens),
             prefix_caching=not self.no_prefix_caching,
             cache_dir=self.cache_dir,
             cache_size=self.cache_size,
         )
         return cache, EngineConfig(max_step_tokens=self.max_step_tokens, backend=self.backend)
+
+
+def parse_runs(option: str, text: str) -> Spans:
+    """Reads runs of positions. Raises ConfigError for what are none."""
+    try:
+        return parse_spans(text)
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text!r} names no positions: write runs such as 0:4 or 0:4,100:108, whose ends are outside."
+        ) from None
 
 
 def parse_logit_bias(pairs: list[str]) -> dict[int, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvine.cli.options import WEIGHTS_HELP, spread_options
+from kvine.cli.options import WEIGHTS_HELP, parse_runs, spread_options
 from kvine.cli.terminal import show_output, waiting, write_json
 from kvine.config import CacheConfig, EngineConfig
 from kvine.errors import ConfigError
@@ -70,13 +70,20 @@ class KeepOptions:
     ] = CacheConfig.kv_dtype
     window: Annotated[int | None, _option("Cache", "See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _option("Cache", "First tokens that stay visible past the window.")] = CacheConfig.sink_tokens
+    global_tokens: Annotated[
+        str, _option("Cache", "Positions that stay visible past the window, such as 0:4,100:108.", metavar="RUNS")
+    ] = ""
     block_size: Annotated[int, _option("Cache", "Tokens in a block.")] = CacheConfig.block_size
     max_step_tokens: Annotated[int, _option("Cache", "Tokens in one model call.")] = EngineConfig.max_step_tokens
 
     def configs(self) -> tuple[CacheConfig, EngineConfig]:
         """Raises ConfigError for a value that cannot work."""
         cache = CacheConfig(
-            block_size=self.block_size, kv_dtype=self.kv_dtype, window=self.window, sink_tokens=self.sinks
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            window=self.window,
+            sink_tokens=self.sinks,
+            global_tokens=parse_runs("--global-tokens", self.global_tokens),
         )
         return cache, EngineConfig(max_step_tokens=self.max_step_tokens)
 

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvine.cli.terminal import human_bytes
+from kvine.spans import num_positions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,6 +57,7 @@ def _figures(planned: "Plan") -> dict[str, Any]:
                 "layer_numbers": list(group.layers),
                 "window": group.window,
                 "sink_tokens": group.sink_tokens,
+                "global_tokens": [list(run) for run in group.global_tokens],
                 "bytes_per_token": group.bytes_per_token,
                 "bytes_per_block": group.bytes_per_block,
                 "kept_tokens": group.kept_tokens,
@@ -139,6 +141,8 @@ def _group_table(planned: "Plan") -> "Table":
         seen = "all tokens" if group.window is None else f"the last {group.window:,}"
         if group.sink_tokens:
             seen += f" and the first {group.sink_tokens:,}"
+        if group.global_tokens:
+            seen += f" and {num_positions(group.global_tokens):,} global ones"
         kept = f"{group.kept_tokens:,}"
         table.add_row(str(len(group.layers)), seen, f"{group.bytes_per_token:,}", kept, *_sizes(group.held_bytes))
     return table

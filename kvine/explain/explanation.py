@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvine.errors import RequestError
+from kvine.spans import Spans
 
 NOT_CACHED = {
     "queries": "The query of a position is used once, by that position itself; every later token asks with a query "
@@ -33,7 +34,8 @@ class LayerGroup:
     Attributes:
         layers: their numbers.
         query_heads, kv_heads, head_dim: `query_heads / kv_heads` query heads read the same K and V.
-        window, sink_tokens: what a query sees; None: everything before it.
+        window, sink_tokens, kept: what a query sees: its last tokens, the first, and runs of others that are kept in
+            sight; a window of None is everything before it.
         k_shape, v_shape: of one layer, [1, kv_heads, length, head_dim].
         stored_as: dtype of K and V.
         num_bytes: of K and V over all layers of the group.
@@ -45,6 +47,7 @@ class LayerGroup:
     head_dim: int
     window: int | None
     sink_tokens: int
+    kept: Spans
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
     stored_as: str

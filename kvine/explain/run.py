@@ -198,6 +198,7 @@ def _groups(runner: Runner, cache: SteppedCache, num_heads: int) -> tuple[LayerG
                 head_dim=spec.head_dim,
                 window=spec.window,
                 sink_tokens=spec.sink_tokens,
+                kept=spec.kept,
                 k_shape=tuple(k.shape),
                 v_shape=tuple(v.shape),
                 stored_as=DTYPE_NAMES[k.dtype],

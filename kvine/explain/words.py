@@ -54,6 +54,7 @@ def group_row(group: LayerGroup) -> tuple[str, ...]:
     sees = "all before it" if group.window is None else f"the last {group.window:,}"
     if group.sink_tokens:
         sees += f", the first {group.sink_tokens:,}"
+    sees += "".join(f", {first:,}:{end:,}" for first, end in group.kept)
     return (
         layer_list(group.layers),
         f"{group.query_heads}",

@@ -181,6 +181,30 @@ def test_cache_options_reach_the_engine(generate, option):
     assert generate(PROMPT, *TEN, *option, "--json").json["usage"]["completion_tokens"] == 10
 
 
+def test_what_is_pinned_or_global_outlasts_the_window(generate):
+    held = {}
+    for option in ((), ("--pin", "0:3"), ("--global-tokens", "0:3"), ("--pin", "4:6,7:8")):
+        ended = generate(PROMPT, *TEN, "--window", 4, "--block-size", 1, *option, "--json", "--trace").json
+        held[option] = ended["trace"][-2]["kv_bytes"]
+        cache_free = generate(PROMPT, *TEN, "--window", 4, *option, "--no-cache", "--json").json
+        assert cache_free["token_ids"] == ended["token_ids"]
+    assert [bytes_ // (kv_bytes(32) // 32) for bytes_ in held.values()] == [3, 6, 6, 6]
+
+
+def test_a_pinned_system_message_outlasts_the_window(generate, chat):
+    options = ("--window", 8, "--block-size", 1, "--system", "Hi", "--json")
+    plain, pinned = (generate("Why?", *TEN, "--chat", *options, *pin) for pin in ((), ("--pin-system",)))
+    assert plain.json["prompt_ids"] == pinned.json["prompt_ids"]
+    traced = generate("Why?", *TEN, "--chat", *options, "--pin-system", "--trace").json
+    assert traced["token_ids"] == pinned.json["token_ids"]
+    unpinned = generate("Why?", *TEN, "--chat", *options, "--trace").json
+    more = (traced["trace"][-2]["kv_bytes"] - unpinned["trace"][-2]["kv_bytes"]) // (kv_bytes(32) // 32)
+    assert more >= 3, "the role, two characters and the end of the message"
+    spoken = chat("Why?", options=(*TEN, *options, "--pin-system")).json["turns"][0]
+    assert spoken["token_ids"] == pinned.json["token_ids"]
+    assert chat("Why?", options=("--pin-system",)).code == 2
+
+
 def test_stored_dtype_shows_in_the_bytes(generate):
     rows = generate(PROMPT, *TEN, "--kv-dtype", "fp16", "--json", "--trace").json["trace"]
     assert rows[0]["kv_bytes"] == kv_bytes(9) // 2
@@ -209,6 +233,11 @@ MISTAKES = {
     "window": (("--window", 0), "window"),
     "sinks": (("--sinks", 4), "window"),
     "sink_rule": (("--sink-rule", "x"), "sink_rule"),
+    "global_tokens": (("--global-tokens", "0-4", "--window", 8), "--global-tokens '0-4' names no positions"),
+    "globals_alone": (("--global-tokens", "0:4"), "need a window"),
+    "pin": (("--pin", "4:2"), "--pin '4:2' names no positions"),
+    "pin_far": (("--pin", "5:10"), "the prompt at 9"),
+    "pin_system": (("--pin-system", "--chat"), "--system"),
     "max_step_tokens": (("--max-step-tokens", 0), "max_step_tokens"),
     "backend": (("--backend", "magic"), "backend"),
     "threads": (("--threads", 0), "threads"),

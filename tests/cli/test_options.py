@@ -75,11 +75,23 @@ def test_each_sampling_option():
 def test_each_cache_and_model_option():
     _, cache, model = parsed(
         *("--kv-memory", "2GiB", "--kv-dtype", "fp16", "--block-size", "8", "--window", "64", "--sinks", "4"),
-        *("--sink-rule", "in_cache", "--no-prefix-caching", "--max-step-tokens", "99", "--backend", "reference"),
+        *(
+            "--sink-rule",
+            "in_cache",
+            "--global-tokens",
+            "4:6,0:2",
+            "--no-prefix-caching",
+            "--max-step-tokens",
+            "99",
+            "--backend",
+            "reference",
+        ),
         *("-m", "some/model", "--device", "cpu", "--dtype", "fp32", "--weights", "packed", "--threads", "3"),
     )
     assert cache.configs() == (
-        CacheConfig(8, "2GiB", "fp16", window=64, sink_tokens=4, sink_rule="in_cache", prefix_caching=False),
+        CacheConfig(
+            8, "2GiB", "fp16", 64, 4, sink_rule="in_cache", global_tokens=((4, 6), (0, 2)), prefix_caching=False
+        ),
         EngineConfig(max_step_tokens=99, backend="reference"),
     )
     assert model == ModelOptions("some/model", "cpu", "fp32", "packed", 3)

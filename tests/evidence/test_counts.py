@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig
 from kvine.engine.stepped import SteppedCache
-from kvine.evidence.experiments.counts import Balance, Counter, _seen_up_to
+from kvine.evidence.experiments.counts import Balance, Counter
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, MLP = 3, 4, 2, 16, 64, 128
 IN_LAYERS = LAYERS * (HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * MLP)
@@ -119,7 +119,7 @@ def test_pairs_under_windows_and_sinks_follow_the_rule_of_visibility(window: int
     spec = CacheSpec((0,), 1, 8, 4, window=window, sink_tokens=sinks)
     positions = np.arange(50)
     visible = np.asarray(spec.visible(positions[:, None], positions[None, :]))
-    assert [_seen_up_to(spec, end) for end in range(51)] == [int(visible[:end].sum()) for end in range(51)]
+    assert [spec.num_visible_pairs(end) for end in range(51)] == [int(visible[:end].sum()) for end in range(51)]
 
 
 def test_generations_add_up_their_calls(subject: Subject) -> None:

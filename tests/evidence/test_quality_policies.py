@@ -14,7 +14,7 @@ from kvine.evidence.quality.policies import option_names, parse_policies, sweep_
 def test_the_syntax() -> None:
     policies, refused = parse_policies(
         "exact; window=256,sinks=4 ;kv-dtype=fp16; "
-        "kv_dtype=bf16, window=512,sinks=2,sink-rule=in-cache,--block-size=16;"
+        "kv_dtype=bf16, window=512,sinks=2,sink-rule=in-cache,--block-size=16; window=64,global-tokens=0:4+9:12"
     )
     assert refused == []
     assert [(policy.name, policy.cache) for policy in policies] == [
@@ -25,6 +25,7 @@ def test_the_syntax() -> None:
             "kv-dtype=bf16,window=512,sinks=2,sink-rule=in_cache,block-size=16",
             CacheConfig(kv_dtype="bf16", window=512, sink_tokens=2, sink_rule="in_cache", block_size=16),
         ),
+        ("window=64,global-tokens=0:4+9:12", CacheConfig(window=64, global_tokens=((0, 4), (9, 12)))),
     ]
 
 
@@ -50,6 +51,7 @@ def test_every_option_of_a_policy_is_one_of_the_command_line() -> None:
         ("width=8", "sets 'width': choose among block-size, kv-dtype, window, sinks"),
         ("kv-memory=1GiB", "sets 'kv-memory'"),
         ("window=8,window=9", "sets window twice"),
+        ("window=8,global-tokens=4", "global-tokens=4 names no positions"),
     ],
 )
 def test_what_is_no_list_of_policies_is_a_sentence(text: str, said: str) -> None:

@@ -60,7 +60,8 @@ class Oracle:
         """What a cell is compared with."""
         cache = setup.cache
         size = cache.block_size if _packs(cache) else None  # where a block ends matters only to what packs it
-        key = (setup.prompt, cache.window, cache.sink_tokens, cache.sink_rule, cache.kv_dtype, size)
+        kept = (cache.window, cache.sink_tokens, cache.sink_rule, cache.global_tokens)
+        key = (setup.prompt, kept, cache.kv_dtype, size)
         if key not in self._references:
             self._references[key] = self._compute(setup)
         return self._references[key]

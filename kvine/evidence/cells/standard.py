@@ -199,12 +199,13 @@ def codec(scope: Scope) -> Factor:
 
 @register
 def window(scope: Scope) -> Factor:
-    """What a query sees: all, a window, or a window and sinks, at their own distance or at that inside the cache."""
+    """What a query sees: all, a window, or beside it sinks, at their own distance or in the cache, or global tokens."""
     options: dict[str, dict[str, Any]] = {
         "none": {},
         "window": {"window": WINDOW},
         "sinks": {"window": WINDOW, "sink_tokens": SINKS},
         "in_cache": {"window": WINDOW, "sink_tokens": SINKS, "sink_rule": "in_cache"},
+        "global": {"window": WINDOW, "global_tokens": ((SINKS, 2 * SINKS),)},
     }
 
     def takes_effect(values: Values) -> bool:
@@ -212,7 +213,7 @@ def window(scope: Scope) -> Factor:
         return values.get("window") == "none" or read is None or len(read.ids) > WINDOW + SINKS
 
     if scope.quick:
-        del options["window"]
+        del options["window"], options["global"]
     levels = _levels(tuple(options), lambda setup, name: _cache(setup, **options[name]))
     return Factor("window", levels, takes_effect=takes_effect)
 

@@ -73,8 +73,8 @@ class Counter:
         pairs = rectangle = kv_bytes = 0
         for spec in self.specs:
             heads = spec.num_layers * model.num_heads
-            pairs += heads * (_seen_up_to(spec, end) - _seen_up_to(spec, start))
-            keys = end - spec.window_start(start) + min(spec.sink_tokens, spec.window_start(start))
+            pairs += heads * (spec.num_visible_pairs(end) - spec.num_visible_pairs(start))
+            keys = end - start - 1 + spec.num_visible(start + 1)
             rectangle += heads * rows * keys
             kv_bytes += keys * spec.bytes_per_block(self.dtype) // spec.block_size
         in_layers, head = self._linear_weights()
@@ -108,19 +108,6 @@ class Counter:
             shape[0] * shape[1] for role, shape in shapes.items() if role.startswith("layers.") and len(shape) == 2
         )
         return in_layers, self.model.vocab_size * self.model.hidden_size
-
-
-def _seen_up_to(spec: CacheSpec, end: int) -> int:
-    """Keys that the queries 0 … end - 1 see, added up."""
-    causal = end * (end + 1) // 2
-    if spec.window is None:
-        return causal
-    beyond = end - spec.window  # queries that see no more than the window, and sinks
-    if beyond <= 0:
-        return causal
-    within = spec.window * (spec.window + 1) // 2
-    sinks = min(beyond, spec.sink_tokens)  # query window + i sees min(sinks, i + 1) tokens before its window
-    return within + beyond * spec.window + sinks * (sinks + 1) // 2 + (beyond - sinks) * spec.sink_tokens
 
 
 @dataclass(frozen=True)

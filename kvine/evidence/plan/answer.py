@@ -7,6 +7,7 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.evidence.plan.machine import Quantity
 from kvine.evidence.plan.subject import Subject
 from kvine.evidence.plan.workspace import Workspace
+from kvine.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Group:
 
     Attributes:
         layers: numbers of the layers.
-        window, sink_tokens: what their queries see; a window of None is the whole past.
+        window, sink_tokens, global_tokens: what their queries see; a window of None is the whole past.
         bytes_per_token: of one token, while it is kept.
         bytes_per_block: of one block, the unit in which memory is taken.
         kept_tokens: of one request at the planned context, in whole blocks.
@@ -25,6 +26,7 @@ class Group:
     layers: tuple[int, ...]
     window: int | None
     sink_tokens: int
+    global_tokens: Spans
     bytes_per_token: int
     bytes_per_block: int
     kept_tokens: int

@@ -245,6 +245,7 @@ class Planner:
             layers=spec.layers,
             window=spec.window,
             sink_tokens=spec.sink_tokens,
+            global_tokens=spec.kept,
             bytes_per_token=self.token_sizes[group],
             bytes_per_block=size,
             kept_tokens=blocks * spec.block_size,

@@ -92,7 +92,7 @@ def _in_bits(weights: Weights, bits: int) -> Weights:
 
 def _window(planned: Plan) -> Iterator[Variant]:
     cache = planned.cache
-    whole = replace(cache, window=None, sink_tokens=0)
+    whole = replace(cache, window=None, sink_tokens=0, global_tokens=())
     name = "the model's own" if any(layer.window for layer in planned.subject.layers) else "the whole past"
     yield _again(planned, "window", name, cache=whole)
     windows = {window for window in WINDOWS if window < planned.context} | ({cache.window} if cache.window else set())

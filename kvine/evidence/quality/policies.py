@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from kvine.config import CacheConfig
 from kvine.errors import ConfigError, RequestError
+from kvine.spans import parse_spans
 
 EXACT = "exact"
 SINKS = 4  # as many as StreamingLLM keeps (arXiv:2309.17453)
@@ -131,6 +132,11 @@ def _typed(values: Mapping[str, str]) -> dict[str, Any]:
         name = _FIELDS.get(option, option.replace("-", "_"))
         is_number = hints[name] is int or int in get_args(hints[name])
         typed[name] = int(value) if is_number and value.isdecimal() else value
+    if (runs := typed.get("global_tokens")) is not None:
+        try:
+            typed["global_tokens"] = parse_spans(runs.replace("+", ","))  # commas stand between options
+        except ValueError:
+            raise RequestError(f"global-tokens={runs} names no positions: write runs such as 0:4+100:108.") from None
     return typed
 
 

@@ -26,13 +26,15 @@ class LayerRule:
     moves_sinks: bool
     frequencies: Tensor  # [R / 2], fp64, radians per position
     magnitude: float
+    kept: tuple[tuple[int, int], ...] = ()  # runs of positions that stay in sight too
 
     def visible(self, position: int) -> list[int]:
         """The positions that a query sees."""
         if self.window is None:
             return list(range(position + 1))
         first = max(0, position + 1 - self.window)
-        return [*range(min(self.sinks, first)), *range(first, position + 1)]
+        always = {*range(self.sinks), *(key for run in self.kept for key in range(*run))}
+        return [*sorted(key for key in always if key < first), *range(first, position + 1)]
 
     def sink_position(self, position: int) -> int:
         """The position from which a query reads the sinks."""
@@ -115,10 +117,10 @@ class Textbook:
         for layer in config.layers:
             given = cache.window is not None and (layer.window is None or cache.window < layer.window)
             window = cache.window if given else layer.window
-            sinks = cache.sink_tokens if given else 0
+            sinks, kept = (cache.sink_tokens, cache.global_tokens) if given else (0, ())
             table = torch.tensor(inverse_frequencies(layer.rope), dtype=torch.float64)
             moves = sinks > 0 and cache.sink_rule == "in_cache"
-            self.rules.append(LayerRule(window, sinks, moves, table, attention_scaling(layer.rope)))
+            self.rules.append(LayerRule(window, sinks, moves, table, attention_scaling(layer.rope), kept))
         self.heads = torch.arange(config.num_heads) // (config.num_heads // config.num_kv_heads)
 
     @torch.inference_mode()

@@ -10,7 +10,6 @@ from kvine.config import CacheConfig
 from kvine.evidence.plan import workspace as formula
 from kvine.models import matmul
 
-
 Kept = tuple[tuple[int, int], ...]
 
 
