@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvine.engine.engine import Engine
+from kvine.engine.held import HeldText
 from kvine.engine.request import Event, FinishReason
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
@@ -152,7 +153,14 @@ class Host(Protocol):
 class TextGeneration(Iterator[str]):
     """A running request: iterate for its text as it comes; `result` is complete when the iteration ends."""
 
-    def __init__(self, llm: Host, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        llm: Host,
+        engine: Engine,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        held: HeldText | None = None,
+    ) -> None:
         self._llm = llm
         self._engine = engine
         self._params = params
@@ -170,7 +178,7 @@ class TextGeneration(Iterator[str]):
         self._steps = 0  # that brought tokens
         self._cached_tokens = 0
         stops = None if params.num_beams > 1 else [choice.text for choice in self._choices]
-        self.request_id = engine.add(prompt_ids, params, stop=stops)
+        self.request_id = engine.add(prompt_ids, params, stop=stops, held=held)
         # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
         weakref.finalize(self, llm.forgotten.append, (engine, self.request_id)).atexit = False
 

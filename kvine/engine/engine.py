@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvine.cache.manager import CacheManager
 from kvine.config import EngineConfig
+from kvine.engine.held import HeldText
 from kvine.engine.interrupt import uninterrupted
 from kvine.engine.lines import Turn, beam_events, closing_events, spread, switch, turns
 from kvine.engine.outcome import end_ids, finish_reason
@@ -105,6 +106,7 @@ class Engine:
         *,
         stop: StopChecker | Sequence[StopChecker] | None = None,
         salt: str | None = None,
+        held: HeldText | None = None,
     ) -> int:
         """Queues a request and returns its id.
 
@@ -113,6 +115,7 @@ class Engine:
             params: how to sample.
             stop: watches for stop strings; a list of as many as there are samples.
             salt: only requests with the same salt share cached blocks.
+            held: a text of one line that has begun this request, and goes on with what it brings.
 
         Raises:
             RequestError: for an empty prompt, an id that the model does not know, or more samples or beams than a step
@@ -139,9 +142,11 @@ class Engine:
             limit_detail=detail,
             stops=stops,
             search=self._search(params, limit - length),
+            held=held,
         )
         if params.max_tokens == 0:
             self._pending += closing_events(request, "length")
+            _end_held(request)
         else:
             self._requests[request.id] = request
             self.scheduler.add(request)
@@ -151,6 +156,7 @@ class Engine:
         """Ends a request and frees what it holds at once; unknown and finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            _end_held(request)
             self.scheduler.remove(request)
             self.parts.runner.give_back()
             self._pending += closing_events(request, "abort")
@@ -255,7 +261,7 @@ class Engine:
         request = turn.request
         error = next((x for x in (*turn.outcomes, turn.beams) if isinstance(x, KvineError)), None)
         if error is not None:
-            self._end(request, keep=not isinstance(error, StepError))
+            self._end(request, keep=not isinstance(error, StepError), failed=True)
             return closing_events(request, "error", error)
         if request.search is not None:
             assert not isinstance(turn.beams, KvineError)
@@ -293,14 +299,15 @@ class Engine:
             more=more,
         )
 
-    def _end(self, request: Request, *, keep: bool = True) -> None:
+    def _end(self, request: Request, *, keep: bool = True, failed: bool = False) -> None:
         del self._requests[request.id]
+        _end_held(request, failed=failed)
         self.scheduler.remove(request, keep=keep)
 
     def _drop(self, step: Sequence[Scheduled], reason: FinishReason, error: StepError | None = None) -> list[Event]:
         requests = list(dict.fromkeys(item.request.owner for item in step))
         for request in requests:
-            self._end(request, keep=False)
+            self._end(request, keep=False, failed=reason == "error")
         return [event for request in requests for event in closing_events(request, reason, error)]
 
     def _fail(self, step: Sequence[Scheduled], error: Exception) -> list[Event]:
@@ -316,7 +323,7 @@ class Engine:
         if not self.scheduler.waiting:
             return []
         request = self.scheduler.waiting[0]
-        self._end(request)
+        self._end(request, failed=True)
         return closing_events(request, "error", error)
 
     def _call(self, step: Sequence[Scheduled], began: float) -> ModelCall:
@@ -327,6 +334,12 @@ class Engine:
             self.manager.bytes_referenced,
             (time.perf_counter() - began) * 1e3,
         )
+
+
+def _end_held(request: Request, *, failed: bool = False) -> None:
+    """Lets a text have what a request has brought, before it gets the sequence back: that keeps what is its text."""
+    if request.held is not None:
+        request.held.end(() if failed else request.output_ids)
 
 
 def _lines(params: SamplingParams) -> str:

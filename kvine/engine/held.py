@@ -1,0 +1,115 @@
+"""Texts that outlive their requests, and the sequences that keep their past between these.
+
+What they hold counts in the cache's budget, and it gives way: whoever needs the room has the least recently used text
+let go of its sequence. That becomes cached like any finished request's; the text finds it again, or computes it again.
+"""
+
+from collections.abc import Sequence
+
+from kvine.cache.manager import CachedSequence, CacheManager
+from kvine.cache.prefix import common_prefix
+from kvine.errors import RequestError
+
+
+class HeldText:
+    """A text that goes on from request to request.
+
+    Its sequence need not hold all of it, and never decides what the text is: what the two do not share is computed.
+
+    Attributes:
+        tokens: the text.
+        sequence: its hold on the cache while no request has it; None where it has none.
+        busy: whether a request is under way for it.
+        closed: whether it is to hold nothing any more.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
+        self.sequence: CachedSequence | None = None
+        self.busy = False
+        self.closed = False
+        self._then: list[int] | None = None
+
+    def begin(self, then: Sequence[int] | None = None) -> None:
+        """Notes that a request begins, which adds what it generates.
+
+        Args:
+            then: what the text will be instead once the request has brought a token, which is dropped.
+
+        Raises:
+            RequestError: if one is under way.
+        """
+        if self.busy:
+            raise RequestError("A text is still being generated in this session: take all of it, or close it, first.")
+        self.busy = True
+        self._then = None if then is None else list(then)
+
+    def end(self, output_ids: Sequence[int]) -> None:
+        """Notes what the request has brought; nothing where it failed."""
+        self.busy = False
+        if output_ids:
+            self.tokens = [*self.tokens, *output_ids] if self._then is None else self._then
+        self._then = None
+
+
+class HeldTexts:
+    """All texts that are held, by the order of their last use. Called by whoever may change the cache.
+
+    Args:
+        manager: of the cache.
+    """
+
+    def __init__(self, manager: CacheManager) -> None:
+        self._manager = manager
+        self._idle: dict[HeldText, None] = {}  # those that have a sequence, the least recently used first
+        self.forgotten: list[HeldText] = []  # nobody can use them any more; only noted, as that may be in mid-step
+
+    def keep(self, text: HeldText, sequence: CachedSequence) -> None:
+        """Leaves a sequence with a text, as far as it is that text. Room reserved and not committed is given up."""
+        if text.closed:
+            self._manager.release(sequence)
+            return
+        self._manager.crop(sequence, common_prefix(sequence.tokens, text.tokens))
+        text.sequence = sequence
+        self._idle[text] = None
+
+    def lend(self, text: HeldText) -> CachedSequence | None:
+        """Hands a text's sequence out, to a request or to whoever reads it."""
+        self._idle.pop(text, None)
+        sequence, text.sequence = text.sequence, None
+        return sequence
+
+    def change(self, text: HeldText, tokens: Sequence[int]) -> None:
+        """Makes a text another one, and keeps of its sequence what both begin with."""
+        text.tokens = list(tokens)
+        if (sequence := self.lend(text)) is not None:
+            self.keep(text, sequence)
+
+    def fork(self, text: HeldText) -> HeldText:
+        """A second text that is equal; blocks are shared until one of the two writes."""
+        twin = HeldText(text.tokens)
+        if text.sequence is not None:
+            self.keep(twin, self._manager.fork(text.sequence))
+        return twin
+
+    def close(self, text: HeldText) -> None:
+        """Has a text hold nothing any more. What it held stays cached as long as there is room."""
+        text.closed = True
+        self._let_go(text)
+
+    def give_way(self) -> bool:
+        """Has the text that was used least recently let go of its sequence; false if none has one."""
+        self.sweep()
+        for text in self._idle:
+            self._let_go(text)
+            return True
+        return False
+
+    def sweep(self) -> None:
+        """Closes the texts that nobody can use any more."""
+        while self.forgotten:
+            self.close(self.forgotten.pop())
+
+    def _let_go(self, text: HeldText) -> None:
+        if (sequence := self.lend(text)) is not None:
+            self._manager.release(sequence)
