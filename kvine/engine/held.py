@@ -57,12 +57,17 @@ class HeldTexts:
 
     Args:
         manager: of the cache.
+
+    Attributes:
+        num_kept: times that a sequence was left with a text, which may have to give way since.
+        forgotten: texts that nobody can use any more; only noted, as that may be in mid-step.
     """
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
         self._idle: dict[HeldText, None] = {}  # those that have a sequence, the least recently used first
-        self.forgotten: list[HeldText] = []  # nobody can use them any more; only noted, as that may be in mid-step
+        self.num_kept = 0
+        self.forgotten: list[HeldText] = []
 
     def keep(self, text: HeldText, sequence: CachedSequence) -> None:
         """Leaves a sequence with a text, as far as it is that text. Room reserved and not committed is given up."""
@@ -72,6 +77,7 @@ class HeldTexts:
         self._manager.crop(sequence, common_prefix(sequence.tokens, text.tokens))
         text.sequence = sequence
         self._idle[text] = None
+        self.num_kept += 1
 
     def lend(self, text: HeldText) -> CachedSequence | None:
         """Hands a text's sequence out, to a request or to whoever reads it."""

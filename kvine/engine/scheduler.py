@@ -47,7 +47,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
-        self._blocked: tuple[int, int] | None = None  # who could not be admitted, after how many releases
+        self._blocked: tuple[int, int] | None = None  # who could not be admitted, after how much had become free
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -96,13 +96,13 @@ class Scheduler:
                 budget -= _count(items)
         while self.waiting and budget and not preempted and len(self.running) < self.config.max_running:
             request = self.waiting[0]
-            if self._blocked == (request.id, self.manager.num_releases):
+            if self._blocked == (request.id, self._num_freed()):
                 break  # looking its prompt up again would find no more room than before
             admitted = self._admit(request, budget)
             while admitted is None and self.held.give_way():
                 admitted = self._admit(request, budget)
             if admitted is None:
-                self._blocked = (request.id, self.manager.num_releases)
+                self._blocked = (request.id, self._num_freed())
                 break
             self.waiting.popleft()
             self.running.append(request)
@@ -186,6 +186,9 @@ class Scheduler:
         worse = lent if same < opened.num_tokens else opened
         self.manager.release(worse, keep_tail=worse is lent)
         return (opened, False) if worse is lent else (lent, True)
+
+    def _num_freed(self) -> int:
+        return self.manager.num_releases + self.held.num_kept
 
     def _preempt(self, request: Request) -> None:
         """Frees what a request holds; it will recompute what the cache no longer has."""
