@@ -294,8 +294,7 @@ def load_session(llm: "LLM", path: Path) -> Session:
     manager, runner = llm.engine.manager, llm.parts.runner
     assert isinstance(runner, Runner)
     origin, memories = _origin(llm), PoolBytes(runner.attention.pools)
-    snapshot = read_snapshot(path, origin, manager, memories)
-    tokens = checked_ids(snapshot.tokens, llm.parts.vocab_size) if snapshot.tokens else []
+    snapshot = read_snapshot(path, origin, manager, memories, llm.parts.vocab_size)
     if not manager.fits_ever(snapshot.num_cached, 1):
         raise ContextLengthError(
             f"{path} holds {snapshot.num_cached} tokens, more than the cache of {manager.budget:,} bytes can hold: "
@@ -309,7 +308,7 @@ def load_session(llm: "LLM", path: Path) -> Session:
                 f"There is no room for the {snapshot.num_cached} tokens of {path} beside what is running: load it when "
                 "that has ended, or raise kv_memory."
             )
-        text = HeldText(tokens)
+        text = HeldText(snapshot.tokens)
         texts.keep(text, sequence)
     return Session(llm, text, snapshot.note)
 

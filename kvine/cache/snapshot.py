@@ -136,7 +136,7 @@ def write_snapshot(
         ) from None
 
 
-def read_snapshot(path: Path, origin: Origin, manager: CacheManager, memories: Memories) -> Snapshot:
+def read_snapshot(path: Path, origin: Origin, manager: CacheManager, memories: Memories, vocab_size: int) -> Snapshot:
     """What a file holds, every byte checked.
 
     Args:
@@ -144,6 +144,7 @@ def read_snapshot(path: Path, origin: Origin, manager: CacheManager, memories: M
         origin: of the keys and values that this cache holds.
         manager: of this cache.
         memories: of its shelves.
+        vocab_size: token ids are below it.
 
     Raises:
         SessionError: if it cannot be read, is no such file, of another version, cut off, damaged, or of another origin.
@@ -152,6 +153,8 @@ def read_snapshot(path: Path, origin: Origin, manager: CacheManager, memories: M
     try:
         header, at = _header(path, data)
         _check_origin(path, header, origin)
+        if not all(0 <= token < vocab_size for token in header["tokens"]):
+            raise ValueError("it holds unknown tokens")
         return _unpacked(header, data, at, origin.namespace, manager, memories)
     except (DamagedBlockError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         raise _damaged(path) from None
