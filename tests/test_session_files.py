@@ -55,33 +55,37 @@ sys.path[:0] = sys.argv[2:]
 from session_scenes import POLICIES, computed, greedy, open_llm
 from pathlib import Path
 told = {}
-for name, (arch, folder, policy) in json.loads(sys.argv[1]).items():
+for folder, policy, names in json.loads(sys.argv[1]):
     llm = open_llm(Path(folder), POLICIES[policy])
-    with computed(llm) as fed:
-        session = llm.load_session(name)
-        answer = session.generate(greedy(6))
-    told[name] = [session.num_cached, answer.usage.cached_tokens, fed, answer.token_ids]
-    llm.engine.manager.check()
-    told[name].append(llm.generate(session.tokens[:-1], greedy(1)).usage.cached_tokens)
+    for name in names:
+        llm.engine.manager.clear()
+        with computed(llm) as fed:
+            session = llm.load_session(name)
+            answer = session.generate(greedy(6))
+        llm.engine.manager.check()
+        again = llm.generate(session.tokens[:-1], greedy(1))
+        told[name] = [session.num_cached, answer.usage.cached_tokens, fed, answer.token_ids, again.usage.cached_tokens]
+        session.close()
 print(json.dumps(told))
 """
 
 
 def test_h02_another_process_goes_on_without_computing_what_was_saved(folders: dict[str, Path], tmp_path: Path) -> None:
-    files, expected = {}, {}
-    for arch, folder in folders.items():
-        for policy, cache in POLICIES.items():
-            cold = Cold(folder, cache)
-            llm = open_llm(folder, cache)
-            for length in (3, 30, 33):  # windows and sinks have wrapped; blocks are begun, and full
-                name = str(tmp_path / f"{arch}-{policy}-{length}".replace("/", "-"))
-                session = llm.session(TEXT[:length])
-                answer = session.generate(greedy(5))
-                session.save(name)
-                assert sum(p.name.startswith(Path(name).name) for p in tmp_path.iterdir()) == 1, "no other file is left"
-                session.close()
-                files[name] = (arch, str(folder), policy)
-                expected[name] = (length + 5, cold(TEXT[:length] + answer.token_ids))
+    """Windows and sinks have wrapped; blocks are begun, and full."""
+    scenes = [("TL", policy) for policy in POLICIES] + [("TH", policy) for policy in ("exact", "k8v4", "moved sinks")]
+    files, expected = [], {}
+    for arch, policy in scenes:
+        llm, cold = open_llm(folders[arch], POLICIES[policy]), Cold(folders[arch], POLICIES[policy])
+        names = []
+        for length in (28, 33):
+            session = llm.session(TEXT[:length])
+            answer = session.generate(greedy(5))
+            names.append(str(tmp_path / f"{arch}-{policy}-{length}".replace("/", "-")))
+            session.save(names[-1])
+            session.close()
+            expected[names[-1]] = (length + 5, cold(TEXT[:length] + answer.token_ids))
+        files.append((str(folders[arch]), policy, names))
+    assert len(list(tmp_path.iterdir())) == len(expected), "no other file is left"
     run = subprocess.run(
         [sys.executable, "-c", LOADING, json.dumps(files), str(Path(__file__).parent)],
         capture_output=True,
@@ -89,7 +93,9 @@ def test_h02_another_process_goes_on_without_computing_what_was_saved(folders: d
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    for name, (now, cached, fed, token_ids, found) in json.loads(run.stdout).items():
+    told = json.loads(run.stdout)
+    assert told.keys() == expected.keys()
+    for name, (now, cached, fed, token_ids, found) in told.items():
         length, answer = expected[name]
         assert cached == length - 1, name
         assert fed == [[length - 1 + n, length + n] for n in range(6)], f"{name}: only the last token was left"
