@@ -127,17 +127,21 @@ class Session:
             grown = [*text.tokens, *self._encode(more, at=len(text.tokens))]
         self._compute(grown)
 
-    def generate(self, params: SamplingParams | None = None) -> "Generation":
+    def generate(self, params: SamplingParams | None = None, *, after: str | Sequence[int] = "") -> "Generation":
         """Continues the text; the generated tokens, the ending one included, become part of it.
+
+        Args:
+            params: greedy by default.
+            after: what to append before, see `append`; one request does both.
 
         Raises:
             RequestError, ContextLengthError, StepError: as `LLM.generate`, and for several texts, of which a session
                 can be only one; the session is as it was then.
         """
-        with closing(self.stream(params)) as running:
+        with closing(self.stream(params, after=after)) as running:
             return running.result
 
-    def stream(self, params: SamplingParams | None = None) -> "TextGeneration":
+    def stream(self, params: SamplingParams | None = None, *, after: str | Sequence[int] = "") -> "TextGeneration":
         """Like `generate`; iterate over the return value for the text as it comes.
 
         Whoever closes it early, or drops it, leaves what was generated until then in the session.
@@ -146,9 +150,10 @@ class Session:
             text = self._usable()
             if isinstance(params, SamplingParams) and params.num_lines > 1:
                 raise RequestError("A session goes on as one text: fork it for each one that you want.")
-            if not text.tokens:
+            ids = [*text.tokens, *self._encode(after, at=len(text.tokens))]
+            if not ids:
                 raise RequestError("The session is empty: append a text first.")
-            return self._begin(text.tokens, params)
+            return self._begin(ids, params, ids, grows=True)
 
     def crop(self, num_tokens: int) -> None:
         """Forgets all but the first num_tokens tokens.
@@ -207,7 +212,7 @@ class Session:
         manager, runner = self._llm.engine.manager, self._runner
         with self._llm.lock:
             text, origin = self._usable(), _origin(self._llm)
-            text.begin()
+            text.begin(text.tokens, grows=False)
             sequence = self._texts.lend(text) or manager.open((), origin.namespace)
             runner.make_copies()
         try:  # the blocks are this session's, or shared and therefore not written to: others may go on meanwhile
@@ -215,7 +220,7 @@ class Session:
             return write_snapshot(Path(path), origin, text.tokens, sequence, manager, memories, note)
         finally:
             with self._llm.lock:
-                text.end(())
+                text.end(None)
                 self._texts.keep(text, sequence)
 
     def close(self) -> None:
@@ -270,16 +275,18 @@ class Session:
             if held[:num_wanted] == tokens[:num_wanted]:
                 self._change(tokens)
                 return
-            running = self._begin(tokens[:-1], _COMPUTE, tokens)
+            running = self._begin(tokens[:-1], _COMPUTE, tokens, grows=False)
         with closing(running):
             running.result  # noqa: B018  # computes
 
-    def _begin(self, ids: list[int], params: SamplingParams | None, then: list[int] | None = None) -> "TextGeneration":
-        self._text.begin(then)
+    def _begin(
+        self, ids: list[int], params: SamplingParams | None, then: list[int], *, grows: bool
+    ) -> "TextGeneration":
+        self._text.begin(then, grows=grows)
         try:
             running = self._llm.begin(ids, params, held=self._text)
         except BaseException:
-            self._text.end(())
+            self._text.end(None)
             raise
         self._running = weakref.ref(running)
         return running

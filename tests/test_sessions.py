@@ -88,6 +88,24 @@ def test_an_ending_token_is_part_of_the_text(tl: Path) -> None:
     assert session.generate(SamplingParams(max_tokens=0)).token_ids == [] and session.num_tokens == 9 + 3
 
 
+def test_one_request_may_append_and_generate(tl: Path) -> None:
+    llm = open_llm(tl)
+    session = llm.session()
+    with computed(llm) as fed:
+        answer = session.generate(greedy(3), after="Hello")
+    assert fed == [(0, 5), (5, 6), (6, 7)] and session.tokens == [*ids("Hello"), *answer.token_ids]
+    with computed(llm) as fed:
+        pieces = session.stream(greedy(2), after=[9])
+        assert "".join(pieces) == pieces.result.text
+    assert fed == [(7, 9), (9, 10)] and session.tokens[8:] == [9, *pieces.token_ids]
+    session.generate(SamplingParams(max_tokens=0), after="!")
+    assert session.tokens[-1:] == ids("!") and session.num_tokens == 12
+    waiting = session.stream(greedy(2), after="?")
+    waiting.close()
+    assert session.num_tokens == 12, "what brought nothing has changed nothing"
+    continues_like(session, Cold(tl, BLOCKS))
+
+
 def test_an_empty_session_needs_a_text_first(tl: Path) -> None:
     session = open_llm(tl).session()
     assert (session.tokens, session.text, session.num_bytes) == ([], "", 0)

@@ -1,6 +1,7 @@
 """`kvine generate`: continues one prompt; the text goes to stdout as it comes, everything else to stderr."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from kvine.errors import RequestError
 
 if TYPE_CHECKING:
     from kvine.engine.engine import ModelCall
+    from kvine.generation import Generation, TextGeneration
 
 
 @spread_options
@@ -23,6 +25,12 @@ def generate(
     cache: CacheOptions,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a question, by the chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; with --chat.")] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Go on with the text kept in FILE, or begin one; it is kept there again at the end."
+        ),
+    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Show what each model call read, and the cache held.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the text is complete.")] = False,
@@ -32,36 +40,51 @@ def generate(
     params = several.of(sampling.params())
     if system is not None and not chat:
         raise RequestError("--system is part of a conversation: give --chat as well.")
+    if session is not None and (chat or no_cache or params.num_lines > 1):
+        raise RequestError(
+            "--session goes on as one text, in the cache: give it without --chat, --no-cache, --n and --num-beams. "
+            "Conversations are kept by /save in kvine chat."
+        )
     text = read_stdin() if prompt == "-" else prompt
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     from kvine.cli import report
 
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    ids = llm.encode_chat([*messages, {"role": "user", "content": text}]) if chat else llm.encode(text)
     calls: list[ModelCall] = []
     llm.trace(calls.append if trace else None)
-    if json or params.num_lines > 1:
-        result = llm.generate(ids, params, use_cache=not no_cache)
+    kept = None if session is None else llm.load_session(session) if session.exists() else llm.session()
+    if kept is not None:
+        result = _shown(kept.stream(params, after=text), silent=json)
     else:
-        running = llm.stream(ids, params, use_cache=not no_cache)
-        for piece in running:
-            write(piece)
-        write("\n")
-        result = running.result
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        ids = llm.encode_chat([*messages, {"role": "user", "content": text}]) if chat else llm.encode(text)
+        if json or params.num_lines > 1:
+            result = llm.generate(ids, params, use_cache=not no_cache)
+        else:
+            result = _shown(llm.stream(ids, params, use_cache=not no_cache))
     if json:
         outcome = report.model_json(llm) | report.generation_json(llm, result, ready_s)
         write_json(outcome | {"trace": report.trace_json(calls)} if trace else outcome)
-        return
-    if params.num_lines > 1:
-        report.write_choices(result)
-    if trace:
-        report.show_trace(calls)
-    if params.logprobs is not None:
-        for choice in result.choices:
+    else:
+        if params.num_lines > 1:
+            report.write_choices(result)
+        if trace:
+            report.show_trace(calls)
+        for choice in result.choices if params.logprobs is not None else ():
             report.show_logprobs(llm.tokenizer, choice.logprobs or ())
-    if not quiet:
-        report.show_summary(llm, result, ready_s)
+        if not quiet:
+            report.show_summary(llm, result, ready_s)
+    if kept is not None and session is not None:
+        kept.save(session)  # last: what it cannot write has been shown
+
+
+def _shown(running: "TextGeneration", *, silent: bool = False) -> "Generation":
+    for piece in running:
+        if not silent:
+            write(piece)
+    if not silent:
+        write("\n")
+    return running.result
 
 
 def read_stdin() -> str:

@@ -146,7 +146,8 @@ class Engine:
         )
         if params.max_tokens == 0:
             self._pending += closing_events(request, "length")
-            _end_held(request)
+            if held is not None:
+                held.end(())
         else:
             self._requests[request.id] = request
             self.scheduler.add(request)
@@ -339,7 +340,7 @@ class Engine:
 def _end_held(request: Request, *, failed: bool = False) -> None:
     """Lets a text have what a request has brought, before it gets the sequence back: that keeps what is its text."""
     if request.held is not None:
-        request.held.end(() if failed else request.output_ids)
+        request.held.end(None if failed else request.output_ids or None)
 
 
 def _lines(params: SamplingParams) -> str:

@@ -28,28 +28,28 @@ class HeldText:
         self.sequence: CachedSequence | None = None
         self.busy = False
         self.closed = False
-        self._then: list[int] | None = None
+        self._then: list[int] = []
+        self._grows = False
 
-    def begin(self, then: Sequence[int] | None = None) -> None:
-        """Notes that a request begins, which adds what it generates.
+    def begin(self, then: Sequence[int], *, grows: bool) -> None:
+        """Notes that a request begins.
 
         Args:
-            then: what the text will be instead once the request has brought a token, which is dropped.
+            then: what the text will be when it has ended well.
+            grows: whether what it has generated comes behind that.
 
         Raises:
             RequestError: if one is under way.
         """
         if self.busy:
             raise RequestError("A text is still being generated in this session: take all of it, or close it, first.")
-        self.busy = True
-        self._then = None if then is None else list(then)
+        self.busy, self._then, self._grows = True, list(then), grows
 
-    def end(self, output_ids: Sequence[int]) -> None:
-        """Notes what the request has brought; nothing where it failed."""
-        self.busy = False
-        if output_ids:
-            self.tokens = [*self.tokens, *output_ids] if self._then is None else self._then
-        self._then = None
+    def end(self, output_ids: Sequence[int] | None) -> None:
+        """Notes what the request has generated; None, and the text is as it was, if it came to nothing."""
+        if output_ids is not None:
+            self.tokens = [*self._then, *output_ids] if self._grows else self._then
+        self.busy, self._then = False, []
 
 
 class HeldTexts:
