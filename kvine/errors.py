@@ -29,5 +29,9 @@ class StepError(KvineError):
     """A model call failed; its requests have ended and what they held is free again."""
 
 
+class SessionError(KvineError):
+    """A session's file that cannot be written, or that this model and cache cannot take in."""
+
+
 class KvineWarning(UserWarning):
     """Something that works, but not as well as it could, and what to do about it."""

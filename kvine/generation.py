@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvine.engine.engine import Engine
+from kvine.engine.held import HeldText
 from kvine.engine.request import Event, FinishReason
 from kvine.sampling.params import SamplingParams
 from kvine.sampling.sampler import Sample
@@ -154,7 +155,13 @@ class TextGeneration(Iterator[str]):
     """A running request: iterate for its text as it comes; `result` is complete when the iteration ends."""
 
     def __init__(
-        self, llm: Host, engine: Engine, prompt_ids: list[int], params: SamplingParams, pinned: Spans = ()
+        self,
+        llm: Host,
+        engine: Engine,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        held: HeldText | None = None,
+        pinned: Spans = (),
     ) -> None:
         self._llm = llm
         self._engine = engine
@@ -173,7 +180,7 @@ class TextGeneration(Iterator[str]):
         self._steps = 0  # that brought tokens
         self._cached_tokens = 0
         stops = None if params.num_beams > 1 else [choice.text for choice in self._choices]
-        self.request_id = engine.add(prompt_ids, params, stop=stops, pinned=pinned)
+        self.request_id = engine.add(prompt_ids, params, stop=stops, held=held, pinned=pinned)
         # Who leaves a loop early drops the iterator and closes nothing; only noted here, for this may run in mid-step.
         weakref.finalize(self, llm.forgotten.append, (engine, self.request_id)).atexit = False
 

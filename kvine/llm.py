@@ -1,8 +1,10 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most users need."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -14,6 +16,7 @@ from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import build_engine, dense_attention, standard_parts
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine, ModelCall
+from kvine.engine.held import HeldText
 from kvine.engine.request import Event, checked_ids
 from kvine.engine.resources import checked_threads
 from kvine.engine.runner import Runner
@@ -25,6 +28,7 @@ from kvine.generation import Generation, TextGeneration
 from kvine.hub import DEFAULT_MODEL, ModelSource, resolve
 from kvine.models.load import load_model
 from kvine.sampling.params import SamplingParams
+from kvine.session import Session, load_session
 from kvine.spans import Spans
 from kvine.text.tokenizer import load_tokenizer
 
@@ -83,6 +87,7 @@ class LLM:
         self.cache_free_engine = cache_free_engine(self.parts, self.dense)
         assert isinstance(self.parts.runner, Runner)
         self.lock = self.parts.runner.lock  # held by whoever changes an engine
+        self.parts.runner.make_room = self.engine.scheduler.held.give_way
         self._live: weakref.WeakValueDictionary[tuple[int, int], TextGeneration] = weakref.WeakValueDictionary()
         self.forgotten: list[tuple[Engine, int]] = []
         tier = self.parts.manager.tier
@@ -148,7 +153,7 @@ class LLM:
         running: list[TextGeneration] = []
         try:
             for prompt_ids, request_params in zip(ids, each, strict=True):
-                running.append(self._start(prompt_ids, request_params, use_cache, pinned))
+                running.append(self.begin(prompt_ids, request_params, use_cache, pinned=pinned))
             results = [request.result for request in running]
         finally:
             for request in running:
@@ -163,7 +168,7 @@ class LLM:
         Raises:
             RequestError: as `generate`, and for several texts of one prompt, which no single stream can show.
         """
-        return self._start(self.encode(prompt), _of_one_text(params), use_cache, pinned)
+        return self.begin(self.encode(prompt), _of_one_text(params), use_cache, pinned=pinned)
 
     def chat(
         self,
@@ -185,7 +190,7 @@ class LLM:
             RequestError: if the model has no chat template or the template refuses the messages.
         """
         pinned = self.system_span(messages) if pin_system else ()
-        return self._start(self.encode_chat(messages), params, use_cache, pinned).result
+        return self.begin(self.encode_chat(messages), params, use_cache, pinned=pinned).result
 
     def stream_chat(
         self,
@@ -197,7 +202,7 @@ class LLM:
     ) -> TextGeneration:
         """Like `chat`, as it comes; of one text, see `stream`."""
         pinned = self.system_span(messages) if pin_system else ()
-        return self._start(self.encode_chat(messages), _of_one_text(params), use_cache, pinned)
+        return self.begin(self.encode_chat(messages), _of_one_text(params), use_cache, pinned=pinned)
 
     def system_span(self, messages: Messages) -> Spans:
         """Where in a conversation its system message lies: what all conversations that open with it begin with.
@@ -210,6 +215,32 @@ class LLM:
             raise RequestError("There is no system message to pin: give one, or leave it out.")
         first, second = (self.encode_chat([*opening, {"role": "user", "content": text}]) for text in ("0", "?"))
         return ((0, common_prefix(first, second)),)
+
+    def session(self, prompt: Prompt = "", *, pinned: Spans = ()) -> Session:
+        """Begins a text that goes on: what is appended and generated stays in the cache until the session is closed.
+
+        Args:
+            prompt: how it begins, computed at once: a text or token ids, such as `encode_chat` gives; may be empty.
+            pinned: runs of positions, `(first, end)` with the end outside, that the cache's window never drops.
+
+        Raises:
+            RequestError, ContextLengthError, StepError: as `generate`.
+        """
+        session = Session(self, HeldText(pinned=self.engine.checked_pins(pinned)))
+        session.append(prompt)
+        return session
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Goes on from a file that `Session.save` has written, without computing what it holds.
+
+        Every byte of it is checked before anything changes.
+
+        Raises:
+            SessionError: if it is no such file, cut off, damaged, of another version, or was saved with another model,
+                dtype or other options of the cache.
+            ContextLengthError: if the cache has no room for it.
+        """
+        return load_session(self, Path(path))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own BOS rule; ids are taken as they are."""
@@ -270,7 +301,7 @@ class LLM:
         if cache is not None and cache.runner is not self.parts.runner:
             raise RequestError("This cache belongs to another LLM: begin a new one.")
         with self.lock:
-            self._end_forgotten()
+            self.end_forgotten()
             if cache is None:
                 assert isinstance(self.parts.runner, Runner)
                 cache = SteppedCache(self.parts.runner, self.engine_config, self.parts.max_context)
@@ -292,7 +323,7 @@ class LLM:
             RequestError, ContextLengthError, StepError: see `kvine.explain.explain`.
         """
         with self.lock:
-            self._end_forgotten()
+            self.end_forgotten()
             return explain(self, self._ids(prompt), steps=steps, layer=layer, head=head, top=top)
 
     def trace(self, on_call: Callable[[ModelCall], None] | None) -> None:
@@ -308,25 +339,32 @@ class LLM:
             prompt = prompt.flatten().tolist()
         return checked_ids(self.encode(prompt), self.parts.vocab_size)
 
-    def _start(
-        self, prompt_ids: list[int], params: SamplingParams | None, use_cache: bool, pinned: Spans = ()
+    def begin(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | None,
+        use_cache: bool = True,
+        *,
+        held: HeldText | None = None,
+        pinned: Spans = (),
     ) -> TextGeneration:
+        """Starts a request over token ids; of a text that is `held`, and of what is `pinned`, see `Engine.add`."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Say how to sample with SamplingParams(...), not with {params!r}.")
         engine = self.engine if use_cache else self.cache_free_engine
         with self.lock:
-            self._end_forgotten()
-            request = TextGeneration(self, engine, prompt_ids, params, pinned)
+            self.end_forgotten()
+            request = TextGeneration(self, engine, prompt_ids, params, held, pinned)
             self._live[id(engine), request.request_id] = request
         return request
 
     def pump(self, engine: Engine) -> None:
         """One step; hands each event to the request that it belongs to."""
-        self._end_forgotten()
+        self.end_forgotten()
         self.deliver(engine, engine.step())
 
-    def _end_forgotten(self) -> None:
+    def end_forgotten(self) -> None:
         """Ends requests whose `TextGeneration` nobody holds any more; finished ones are known to have ended."""
         while self.forgotten:
             engine, request_id = self.forgotten.pop()

@@ -109,7 +109,7 @@ def test_beams_of_a_full_context_say_so(llm: LLM) -> None:
 
 
 def test_beams_that_are_closed_in_the_middle_hold_nothing(llm: LLM) -> None:
-    running = llm._start(llm.encode("Once upon"), BEAMS, True)
+    running = llm.begin(llm.encode("Once upon"), BEAMS)
     llm.pump(llm.engine)
     llm.pump(llm.engine)
     running.close()

@@ -24,10 +24,10 @@ class PoolBytes:
         memory = self._memories[shelf]
         return tuple(stored[:, 0].numel() * stored.element_size() for stored in (memory.k, memory.v))
 
-    def save(self, shelf: int, block: int) -> Parts:
-        """Keys and values of a block, copied."""
+    def save(self, shelf: int, block: int, num_tokens: int | None = None) -> Parts:
+        """Keys and values of a block, copied; of its first num_tokens tokens, zeros instead of what lies behind."""
         memory = self._memories[shelf]
-        return tuple(_bytes(stored[:, block]) for stored in (memory.k, memory.v))
+        return tuple(_bytes(stored[:, block], num_tokens) for stored in (memory.k, memory.v))
 
     def load(self, shelf: int, block: int, parts: Parts) -> None:
         """Writes keys and values over those of a block."""
@@ -37,6 +37,8 @@ class PoolBytes:
             target.copy_(torch.frombuffer(bytearray(part), dtype=stored.dtype).view(target.shape))
 
 
-def _bytes(values: Tensor) -> memoryview:
+def _bytes(values: Tensor, num_tokens: int | None) -> memoryview:
     copied = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if num_tokens is not None:
+        copied[:, :, num_tokens:] = 0  # [layers, kv_heads, block_size, head_dim]: no block is packed before it is full
     return memoryview(copied.view(torch.uint8).flatten().numpy().data)

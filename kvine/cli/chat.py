@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 HELP = """\
 /edit N TEXT   change what you said in turn N and go on from there (without TEXT you are asked for it)
+/undo          take the last turn back
+/save FILE     keep the conversation, and what the cache holds of it
+/load FILE     go on with a conversation that was saved
 /reset         begin a new conversation
 /stats         turns, tokens, and what the cache holds
 /help          this list
@@ -71,6 +75,9 @@ class Session:
         self._interactive = stdin_is_terminal()
         self._commands: dict[str, Callable[[str], None]] = {
             "/edit": self._edit,
+            "/undo": self._undo,
+            "/save": self._save,
+            "/load": self._load,
             "/reset": self._reset,
             "/stats": self._stats,
             "/help": lambda _: note(HELP),
@@ -100,6 +107,7 @@ class Session:
         turns = [
             {"turn": turn.number, "edited": turn.edited, "user": turn.user} | generation_json(llm, turn.answer, ready_s)
             for turn in self.answered
+            if turn.answer is not None
         ]
         return model_json(llm) | {
             "turns": turns,
@@ -155,16 +163,26 @@ class Session:
             text = answer
         self._answer(text.strip(), number=int(number))
 
+    def _undo(self, _: str) -> None:
+        note(f"taken back: {self.conversation.undo().user}")
+
+    def _save(self, name: str) -> None:
+        note(f"{self.conversation.save(_file(name)):,} tokens kept in {name}")
+
+    def _load(self, name: str) -> None:
+        num_tokens = self.conversation.load(_file(name))
+        turns = self.conversation.turns
+        note(f"{len(turns)} turns, {num_tokens:,} tokens from {name}; you said last: {turns[-1].user}")
+
     def _reset(self, _: str) -> None:
         self.conversation.turns.clear()
         note("a new conversation; what the old one computed stays cached as long as there is room")
 
     def _stats(self, _: str) -> None:
         turns, manager = self.conversation.turns, self.conversation.llm.engine.manager
-        usage = turns[-1].answer.usage if turns else None
-        length = usage.prompt_tokens + usage.completion_tokens if usage else 0
-        prompts = sum(turn.answer.usage.prompt_tokens for turn in self.answered)
-        reused = sum(turn.answer.usage.cached_tokens for turn in self.answered)
+        usages = [turn.answer.usage for turn in self.answered if turn.answer is not None]
+        prompts, reused = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
+        length = self.conversation.num_tokens
         note(
             f"turns: {len(turns)} · tokens: {length} · prompt tokens so far: {prompts}, {reused} of them from the cache"
         )
@@ -180,7 +198,7 @@ class Session:
         from kvine.cli.report import outcome_line, show_full_context
 
         turn = self.conversation.ask(user, self._show, number=number)
-        if turn is None:
+        if turn is None or turn.answer is None:
             note("stopped before the answer began; the turn is dropped")
             return
         self.answered.append(turn)
@@ -195,6 +213,12 @@ class Session:
                     write(piece)
         if self._streams:
             write("\n")
+
+
+def _file(name: str) -> Path:
+    if not name:
+        raise RequestError("Name the file: /save FILE, or /load FILE.")
+    return Path(name).expanduser()
 
 
 @contextmanager

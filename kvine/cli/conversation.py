@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvine.errors import RequestError
 
@@ -19,13 +20,15 @@ class Turn:
     Attributes:
         number: its place in the conversation, from 1.
         user: the user's words.
-        answer: the model's.
+        text: the model's answer.
+        answer: what is known of how it came about; None in a conversation that was loaded.
         edited: whether it replaced an earlier turn.
     """
 
     number: int
     user: str
-    answer: "Generation"
+    text: str
+    answer: "Generation | None"
     edited: bool
 
 
@@ -48,12 +51,21 @@ class Conversation:
         self.pin_system = pin_system
         self.turns: list[Turn] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens up to the last answer."""
+        if not self.turns:
+            return 0
+        if (answer := self.turns[-1].answer) is not None:
+            return answer.usage.prompt_tokens + answer.usage.completion_tokens
+        return len(self.llm.encode_chat(self.messages(), add_generation_prompt=False))
+
     def messages(self, end: int | None = None) -> list[dict[str, str]]:
         """The conversation up to turn number `end`, as a chat template takes it."""
         spoken = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns[:end]:
             spoken.append({"role": "user", "content": turn.user})
-            spoken.append({"role": "assistant", "content": turn.answer.text})
+            spoken.append({"role": "assistant", "content": turn.text})
         return spoken
 
     def check_number(self, number: int) -> None:
@@ -61,6 +73,41 @@ class Conversation:
         if not 1 <= number <= len(self.turns):
             there = f"there are turns 1 to {len(self.turns)}" if self.turns else "nothing has been said yet"
             raise RequestError(f"There is no turn {number} to edit: {there}.")
+
+    def undo(self) -> Turn:
+        """Takes the last turn back and returns it. Raises RequestError if there is none."""
+        if not self.turns:
+            raise RequestError("There is no turn to take back: nothing has been said yet.")
+        return self.turns.pop()
+
+    def save(self, path: Path) -> int:
+        """Writes the conversation to a file, with the keys and values of its text; returns its tokens.
+
+        Raises:
+            RequestError: if nothing has been said yet.
+            SessionError: if it cannot be written; a file that was there is as it was.
+        """
+        if not self.turns:
+            raise RequestError("There is nothing to save: nothing has been said yet.")
+        note = {"system": self.system, "turns": [[turn.user, turn.text] for turn in self.turns]}
+        with self.llm.session(self.llm.encode_chat(self.messages(), add_generation_prompt=False)) as session:
+            session.save(path, note={"kvine-chat": note})
+            return session.num_tokens
+
+    def load(self, path: Path) -> int:
+        """Goes on with the conversation in a file instead of this one; returns its tokens.
+
+        What the file holds of the cache stays there as long as there is room.
+
+        Raises:
+            RequestError: if the file holds no conversation; nothing has changed then, nor after an error of
+                `LLM.load_session`.
+        """
+        with self.llm.load_session(path) as session:
+            system, turns = _conversation(session.note, path)
+            self.system = system
+            self.turns[:] = [Turn(n, user, text, None, edited=False) for n, (user, text) in enumerate(turns, start=1)]
+            return session.num_tokens
 
     def ask(self, user: str, on_start: Callable[["TextGeneration"], None], *, number: int | None = None) -> Turn | None:
         """Answers the user, as the next turn or in place of turn `number` and all that followed it.
@@ -88,6 +135,14 @@ class Conversation:
         answer = running.result
         if answer.finish_reason == "abort" and not answer.token_ids:
             return None
-        turn = Turn(before + 1, user, answer, edited=number is not None)
+        turn = Turn(before + 1, user, answer.text, answer, edited=number is not None)
         self.turns[before:] = [turn]
         return turn
+
+
+def _conversation(note: Any, path: Path) -> tuple[str | None, list[list[str]]]:
+    match note:
+        case {"kvine-chat": {"system": None | str() as system, "turns": [_, *_] as turns}}:
+            if all(isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns):
+                return system, turns
+    raise RequestError(f"{path} holds a text and no conversation: go on with it by kvine generate --session.")

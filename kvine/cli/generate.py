@@ -1,6 +1,7 @@
 """`kvine generate`: continues one prompt; the text goes to stdout as it comes, everything else to stderr."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,17 @@ from kvine.cli.loading import open_llm
 from kvine.cli.options import CacheOptions, ChoiceOptions, ModelOptions, SamplingOptions, parse_runs, spread_options
 from kvine.cli.terminal import seconds_since_start, write, write_json
 from kvine.errors import RequestError
+from kvine.spans import merged
 
 if TYPE_CHECKING:
     from kvine.engine.engine import ModelCall
+    from kvine.generation import Generation, TextGeneration
+
+
+_NO_SESSION = (
+    "--session goes on as one text, in the cache: give it without --chat, --no-cache, --n and --num-beams. "
+    "Conversations are kept by /save in kvine chat."
+)
 
 
 @spread_options
@@ -27,6 +36,12 @@ def generate(
         str, typer.Option(metavar="RUNS", help="Positions of the prompt that no window drops, such as 0:20.")
     ] = "",
     pin_system: Annotated[bool, typer.Option("--pin-system", help="No window drops the system message.")] = False,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Go on with the text kept in FILE, or begin one; it is kept there again at the end."
+        ),
+    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Show what each model call read, and the cache held.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when the text is complete.")] = False,
@@ -39,39 +54,53 @@ def generate(
     if pin_system and system is None:
         raise RequestError("--pin-system pins what --system says: give it too.")
     pinned = parse_runs("--pin", pin)
+    if session is not None and (chat or no_cache or params.num_lines > 1):
+        raise RequestError(_NO_SESSION)
     text = read_stdin() if prompt == "-" else prompt
     llm = open_llm(model, cache)
     ready_s = seconds_since_start()
     from kvine.cli import report
 
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": text})
-    ids = llm.encode_chat(messages) if chat else llm.encode(text)
-    if pin_system:
-        pinned += llm.system_span(messages)
     calls: list[ModelCall] = []
     llm.trace(calls.append if trace else None)
-    if json or params.num_lines > 1:
-        result = llm.generate(ids, params, use_cache=not no_cache, pinned=pinned)
+    kept = None if session is None else llm.load_session(session) if session.exists() else llm.session(pinned=pinned)
+    if kept is not None:
+        if pinned and kept.pinned != merged(pinned):
+            raise RequestError(f"{session} was begun with other pinned positions: leave --pin out.")
+        result = _shown(kept.stream(params, after=text), silent=json)
     else:
-        running = llm.stream(ids, params, use_cache=not no_cache, pinned=pinned)
-        for piece in running:
-            write(piece)
-        write("\n")
-        result = running.result
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
+        ids = llm.encode_chat(messages) if chat else llm.encode(text)
+        if pin_system:
+            pinned += llm.system_span(messages)
+        if json or params.num_lines > 1:
+            result = llm.generate(ids, params, use_cache=not no_cache, pinned=pinned)
+        else:
+            result = _shown(llm.stream(ids, params, use_cache=not no_cache, pinned=pinned))
     if json:
         outcome = report.model_json(llm) | report.generation_json(llm, result, ready_s)
         write_json(outcome | {"trace": report.trace_json(calls)} if trace else outcome)
-        return
-    if params.num_lines > 1:
-        report.write_choices(result)
-    if trace:
-        report.show_trace(calls)
-    if params.logprobs is not None:
-        for choice in result.choices:
+    else:
+        if params.num_lines > 1:
+            report.write_choices(result)
+        if trace:
+            report.show_trace(calls)
+        for choice in result.choices if params.logprobs is not None else ():
             report.show_logprobs(llm.tokenizer, choice.logprobs or ())
-    if not quiet:
-        report.show_summary(llm, result, ready_s)
+        if not quiet:
+            report.show_summary(llm, result, ready_s)
+    if kept is not None and session is not None:
+        kept.save(session)  # last: what it cannot write has been shown
+
+
+def _shown(running: "TextGeneration", *, silent: bool = False) -> "Generation":
+    for piece in running:
+        if not silent:
+            write(piece)
+    if not silent:
+        write("\n")
+    return running.result
 
 
 def read_stdin() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvine.cache.manager import CacheManager
 from kvine.cache.shelf import shelves_of
 from kvine.config import EngineConfig
+from kvine.engine.held import HeldText
 from kvine.engine.interrupt import uninterrupted
 from kvine.engine.lines import Turn, beam_events, closing_events, spread, switch, turns
 from kvine.engine.outcome import end_ids, finish_reason
@@ -116,6 +117,7 @@ class Engine:
         stop: StopChecker | Sequence[StopChecker] | None = None,
         salt: str | None = None,
         pinned: Spans = (),
+        held: HeldText | None = None,
     ) -> int:
         """Queues a request and returns its id.
 
@@ -126,6 +128,7 @@ class Engine:
             salt: only requests with the same salt share cached blocks.
             pinned: runs of the prompt's positions, `(first, end)` with the end outside, that stay visible whatever the
                 cache's window; windows that the model itself has are left as they are.
+            held: a text of one line that has begun this request, and goes on with what it brings.
 
         Raises:
             RequestError: for an empty prompt, an id that the model does not know, more samples or beams than a step may
@@ -139,7 +142,7 @@ class Engine:
                 f"{_lines(params)} take {width} tokens in each step, and max_step_tokens is "
                 f"{self.config.max_step_tokens}: raise it, or ask for fewer."
             )
-        pinned = self._checked_pins(pinned, length)
+        pinned = self.checked_pins(pinned, length) if held is None else held.pinned
         limit, detail = self._limit(prompt_ids, params, pinned)
         stops = () if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         request = Request(
@@ -154,9 +157,12 @@ class Engine:
             stops=stops,
             search=self._search(params, limit - length),
             pinned=pinned,
+            held=held,
         )
         if params.max_tokens == 0:
             self._pending += closing_events(request, "length")
+            if held is not None:
+                held.end(())
         else:
             self._requests[request.id] = request
             self.scheduler.add(request)
@@ -166,6 +172,7 @@ class Engine:
         """Ends a request and frees what it holds at once; unknown and finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            _end_held(request)
             self.scheduler.remove(request)
             self.parts.runner.give_back()
             self._pending += closing_events(request, "abort")
@@ -233,13 +240,17 @@ class Engine:
             min_length=params.min_tokens,
         )
 
-    def _checked_pins(self, pinned: Spans, length: int) -> Spans:
-        """The runs, merged."""
+    def checked_pins(self, pinned: Spans, length: int | None = None) -> Spans:
+        """The runs, merged.
+
+        Raises:
+            RequestError: if they are none, end behind `length` tokens, or have no place among sinks inside the cache.
+        """
         try:
             spans = merged(checked_spans(pinned))
         except ValueError:
             raise RequestError(f"pinned is {pinned!r}: give runs of positions such as ((0, 20),).") from None
-        if spans and spans[-1][1] > length:
+        if length is not None and spans and spans[-1][1] > length:
             raise RequestError(f"What is pinned ends at {spans[-1][1]}, and the prompt at {length}: pin what is in it.")
         try:
             shelves_of(self.manager.specs, spans)
@@ -287,7 +298,7 @@ class Engine:
         request = turn.request
         error = next((x for x in (*turn.outcomes, turn.beams) if isinstance(x, KvineError)), None)
         if error is not None:
-            self._end(request, keep=not isinstance(error, StepError))
+            self._end(request, keep=not isinstance(error, StepError), failed=True)
             return closing_events(request, "error", error)
         if request.search is not None:
             assert not isinstance(turn.beams, KvineError)
@@ -325,14 +336,15 @@ class Engine:
             more=more,
         )
 
-    def _end(self, request: Request, *, keep: bool = True) -> None:
+    def _end(self, request: Request, *, keep: bool = True, failed: bool = False) -> None:
         del self._requests[request.id]
+        _end_held(request, failed=failed)
         self.scheduler.remove(request, keep=keep)
 
     def _drop(self, step: Sequence[Scheduled], reason: FinishReason, error: StepError | None = None) -> list[Event]:
         requests = list(dict.fromkeys(item.request.owner for item in step))
         for request in requests:
-            self._end(request, keep=False)
+            self._end(request, keep=False, failed=reason == "error")
         return [event for request in requests for event in closing_events(request, reason, error)]
 
     def _fail(self, step: Sequence[Scheduled], error: Exception) -> list[Event]:
@@ -348,7 +360,7 @@ class Engine:
         if not self.scheduler.waiting:
             return []
         request = self.scheduler.waiting[0]
-        self._end(request)
+        self._end(request, failed=True)
         return closing_events(request, "error", error)
 
     def _call(self, step: Sequence[Scheduled], began: float) -> ModelCall:
@@ -359,6 +371,12 @@ class Engine:
             self.manager.bytes_referenced,
             (time.perf_counter() - began) * 1e3,
         )
+
+
+def _end_held(request: Request, *, failed: bool = False) -> None:
+    """Lets a text have what a request has brought, before it gets the sequence back: that keeps what is its text."""
+    if request.held is not None:
+        request.held.end(None if failed else request.output_ids or None)
 
 
 def _lines(params: SamplingParams) -> str:

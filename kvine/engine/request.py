@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvine.cache.manager import CachedSequence
+from kvine.engine.held import HeldText
 from kvine.errors import KvineError, RequestError
 from kvine.sampling.beam_search import BeamSearch, Hypothesis
 from kvine.sampling.params import SamplingParams
@@ -124,6 +125,7 @@ class Request(Line):
         stops: watch for stop strings, one in each sample; or none.
         search: chooses among beams.
         pinned: positions that stay visible whatever the windows.
+        held: a text that goes on with this request: it lends its sequence, and has it back at the end.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Request(Line):
         stops: Sequence[StopChecker] = (),
         search: BeamSearch | None = None,
         pinned: Spans = (),
+        held: HeldText | None = None,
     ) -> None:
         super().__init__(list(prompt_ids), 0, stops[0] if stops else None)
         self.owner = self
@@ -153,6 +156,7 @@ class Request(Line):
         self.stops = stops
         self.search = search
         self.pinned = pinned
+        self.held = held
         self.lines: list[Line] = [self]  # those that go on
         self.spread = params.num_lines == 1  # whether there are as many as there will be
         self.cached_tokens: int | None = None  # prompt tokens that were not computed; known once first admitted

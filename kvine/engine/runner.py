@@ -1,7 +1,7 @@
 """Turns a step into one model call: block tables into a ragged batch, hidden states into the logits that are wanted."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +56,7 @@ class Runner:
         self.fused = fused
         self.lock = threading.RLock()  # held by whoever changes the cache or what is in it
         self.observer: Observer | None = None
+        self.make_room: Callable[[], bool] = lambda: False  # has somebody idle let go of blocks, if there is anybody
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled], *, all_logits: bool = False) -> Tensor:

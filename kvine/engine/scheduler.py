@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvine.cache.manager import CacheManager
+from kvine.cache.manager import CachedSequence, CacheManager
+from kvine.cache.prefix import common_prefix
 from kvine.config import EngineConfig
+from kvine.engine.held import HeldTexts
 from kvine.engine.request import Line, Request
 
 
@@ -30,7 +32,8 @@ class Scheduled:
 class Scheduler:
     """First come, first served. Whoever came last gives way when memory is short; the oldest never does.
 
-    A request with several lines is let in, computed and sent away as one.
+    Before anybody waits or gives way, texts that are only held between requests do. A request with several lines is let
+    in, computed and sent away as one.
 
     Args:
         manager: hands out blocks.
@@ -40,10 +43,11 @@ class Scheduler:
     def __init__(self, manager: CacheManager, config: EngineConfig) -> None:
         self.manager = manager
         self.config = config
+        self.held = HeldTexts(manager)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
-        self._blocked: tuple[int, int] | None = None  # who could not be admitted, after how many releases
+        self._blocked: tuple[int, int] | None = None  # who could not be admitted, after how much had become free
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -60,10 +64,14 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        if request.held is not None and request.sequence is not None and keep:
+            self.held.keep(request.held, request.sequence)
+            request.sequence = None
         self._let_go(request.lines, keep=keep)
 
     def schedule(self) -> list[Scheduled]:
         """The next step; every block it writes is reserved. Empty only when nothing waits or runs."""
+        self.held.sweep()
         step: dict[Request, list[Scheduled]] = {}
         budget = self.config.max_step_tokens
         # Requests that need one token go first: a long prompt may slow the others' next token, never withhold it.
@@ -75,6 +83,8 @@ class Scheduler:
                 continue
             items = self._share(request, budget)
             while not self._reserve(items):
+                if self.held.give_way():
+                    continue
                 preempted = True
                 victim = self.running[-1]
                 budget += _count(step.pop(victim, ()))  # a younger one may decode in this step already
@@ -86,11 +96,13 @@ class Scheduler:
                 budget -= _count(items)
         while self.waiting and budget and not preempted and len(self.running) < self.config.max_running:
             request = self.waiting[0]
-            if self._blocked == (request.id, self.manager.num_releases):
+            if self._blocked == (request.id, self._num_freed()):
                 break  # looking its prompt up again would find no more room than before
             admitted = self._admit(request, budget)
+            while admitted is None and self.held.give_way():
+                admitted = self._admit(request, budget)
             if admitted is None:
-                self._blocked = (request.id, self.manager.num_releases)
+                self._blocked = (request.id, self._num_freed())
                 break
             self.waiting.popleft()
             self.running.append(request)
@@ -139,7 +151,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> list[Scheduled] | None:
         """Opens the request's first line and reserves its first chunk, if all present tokens of all lines will fit."""
         first = request.lines[0]
-        sequence = self.manager.open(first.tokens(0, request.trunk + 1), request.namespace, request.pinned)
+        sequence, lent = self._begin(request)
         first.sequence = sequence
         remainder = sequence.num_tokens % self.manager.block_size
         # Copying a partly matching block needs room for both; where there is none, its tokens are computed instead.
@@ -153,8 +165,30 @@ class Scheduler:
                     request.cached_tokens = sequence.num_tokens
                 return items
             self._let_go(request.lines[1:])
+        if request.held is not None and lent:  # once only: if it has to give way meanwhile, the next one is released
+            self.held.keep(request.held, sequence)
+            first.sequence = None
         self._let_go(request.lines)
         return None
+
+    def _begin(self, request: Request) -> tuple[CachedSequence, bool]:
+        """What the cache has of a request's beginning, and whether a text lent it that is held between its requests."""
+        tokens = request.lines[0].tokens(0, request.trunk + 1)
+        lent = None if request.held is None else self.held.lend(request.held)
+        same = 0
+        if lent is not None:
+            same = self.manager.crop(lent, min(common_prefix(lent.tokens, tokens), request.trunk))
+            if same == request.trunk:
+                return lent, True
+        opened = self.manager.open(tokens, request.namespace, request.pinned)
+        if lent is None:
+            return opened, False
+        worse = lent if same < opened.num_tokens else opened
+        self.manager.release(worse, keep_tail=worse is lent)
+        return (opened, False) if worse is lent else (lent, True)
+
+    def _num_freed(self) -> int:
+        return self.manager.num_releases + self.held.num_kept
 
     def _preempt(self, request: Request) -> None:
         """Frees what a request holds; it will recompute what the cache no longer has."""

@@ -88,8 +88,9 @@ class SteppedCache:
             for start in range(held, total, chunk):
                 count = min(chunk, total - start)
                 # Room for all of it before the first chunk is kept: a window lets go of what no crop could bring back.
-                room = self._manager.fits_now(sequence, total, chunk)
-                if not (room and self._manager.reserve(sequence, count)):
+                while not (self._manager.fits_now(sequence, total, chunk) and self._manager.reserve(sequence, count)):
+                    if self._runner.make_room():
+                        continue
                     raise ContextLengthError(f"The cache has no room for {total} tokens: raise kv_memory.")
                 step = Scheduled(request, start, count)
                 if not last or step.samples:

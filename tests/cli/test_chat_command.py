@@ -3,6 +3,7 @@ import signal
 import pytest
 from tiny_model import WEIGHT_BYTES, chat_tokens, kv_bytes
 
+from kvine import LLM
 from kvine.cli import chat as chat_module
 
 
@@ -195,3 +196,55 @@ def test_ctrl_c_in_a_model_call_leaves_nothing_behind(tiny, monkeypatch):
     assert not llm.engine.busy
     llm.engine.manager.check()
     assert llm.generate("The cache").text == LLM(str(tiny), threads=1).generate("The cache").text
+
+
+def test_undo_takes_the_last_turn_back(chat):
+    ended = chat("Hello", "Again", "/undo", "Other", options=("--json",))
+    assert "taken back: Again" in ended.err
+    alone = chat("Hello", "Other", options=("--json",)).json
+    assert ended.json["messages"] == alone["messages"]
+    assert chat("/undo").err.splitlines()[-1].endswith("There is no turn to take back: nothing has been said yet.")
+
+
+def test_a_saved_conversation_goes_on_in_another_process_without_being_computed(chat, tmp_path):
+    file, options = tmp_path / "talk", ("--json", "--system", "Be brief")
+    first = chat("Hello", "Again", f"/save {file}", options=options)
+    spoken = first.json["messages"]
+    length = chat_tokens(*(m["content"] for m in spoken)) - 1  # without what opens an answer
+    assert f"{length} tokens kept in {file}" in first.err
+    ended = chat("Other", f"/load {file}", "/stats", "More", options=("--json",))
+    assert f"2 turns, {length} tokens from {file}; you said last: Again" in ended.err
+    assert f"turns: 2 · tokens: {length} · " in ended.err
+    usage = ended.json["turns"][-1]["usage"]
+    assert usage["prompt_tokens"] == length + chat_tokens("More")
+    assert usage["cached_tokens"] == length - 1, "of what was said the last token only was not computed"
+    assert ended.json["turns"][-1]["turn"] == 3
+    assert ended.json["messages"] == chat("Hello", "Again", "More", options=options).json["messages"]
+    again = chat(f"/load {file}", "/undo", f"/save {file}", f"/load {file}", "/edit 1 Hellas", options=("--json",))
+    assert again.json["messages"] == chat("Hellas", options=options).json["messages"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (("/save talk",), "nothing to save"),
+        (("Hello", "/save"), "Name the file"),
+        (("/load",), "Name the file"),
+        (("/load missing",), "No such file"),
+        (("Hello", "/save ."), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_kept_or_loaded_is_said(chat, lines, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = chat(*lines)
+    assert ended.code == 2 and said in ended.err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_is_no_conversation(chat, generate, tiny, tmp_path):
+    assert generate("Once", "--max-tokens", 2, "--session", tmp_path / "text").code == 0
+    for note in (None, {"kvine-chat": 3}, {"kvine-chat": {"system": None, "turns": [["a"]]}}):
+        if note is not None:
+            LLM(str(tiny), threads=1).load_session(tmp_path / "text").save(tmp_path / "text", note=note)
+        ended = chat(f"/load {tmp_path / 'text'}")
+        assert ended.code == 2 and "holds a text and no conversation" in ended.err

@@ -328,3 +328,45 @@ def test_several_texts_come_under_their_numbers_and_all_in_json(generate):
 def test_what_several_texts_do_not_go_with_is_said(generate, options, says):
     ended = generate(PROMPT, *options)
     assert ended.code == 2 and ended.out == "" and says in " ".join(ended.err.split())
+
+
+def test_a_session_goes_on_where_it_ended(generate, tiny, tmp_path):
+    file = tmp_path / "story"
+    first = generate(PROMPT, *TEN, "--json", "--session", file).json
+    assert first["usage"] == {"prompt_tokens": 9, "cached_tokens": 0, "completion_tokens": 10}
+    second = generate("!", *TEN, "--json", "--trace", "--session", file).json
+    whole = [*first["prompt_ids"], *first["token_ids"], VOCABULARY["!"]]
+    assert second["prompt_ids"] == whole
+    assert second["usage"] == {"prompt_tokens": 20, "cached_tokens": 18, "completion_tokens": 10}
+    assert second["trace"][0]["positions"] == [18, 19], "the last token of before, and the new one"
+    before = file.read_bytes()
+    shown = generate("", "--max-tokens", 3, "--ignore-eos", "--session", file)
+    assert "prompt: 30 tokens, 29 reused, 1 computed" in shown.err and shown.out.endswith("\n")
+    assert file.read_bytes() != before and [*tmp_path.iterdir()] == [file]
+    from kvine import LLM, SamplingParams
+
+    cold, params = LLM(str(tiny), threads=1), SamplingParams(max_tokens=10, ignore_eos=True)
+    assert cold.generate(whole, params).token_ids == second["token_ids"]
+
+
+@pytest.mark.parametrize("options", [("--chat",), ("--no-cache",), ("--n", 2, "--temperature", 1), ("--num-beams", 2)])
+def test_a_session_is_one_text_in_the_cache(generate, tmp_path, options):
+    ended = generate(PROMPT, "--session", tmp_path / "story", *options)
+    assert ended.code == 2 and "--session goes on as one text" in ended.err and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_session_is_not_touched(generate, tmp_path):
+    file = tmp_path / "notes"
+    file.write_text("mine")
+    ended = generate(PROMPT, *TEN, "--session", file)
+    assert (ended.code, ended.out, file.read_text()) == (2, "", "mine")
+    assert "is no session's file" in ended.err
+    assert generate(PROMPT, *TEN, "--session", tmp_path / "story").code == 0
+    other = generate(PROMPT, *TEN, "--kv-dtype", "int8", "--session", tmp_path / "story")
+    assert other.code == 2 and "with kv_dtype exact (here int8)" in other.err
+
+
+def test_what_cannot_be_kept_has_been_shown(generate, tmp_path):
+    ended = generate(PROMPT, *TEN, "--session", tmp_path / "missing" / "story")
+    assert ended.code == 2 and "cannot be written" in ended.err
+    assert ended.out == generate(PROMPT, *TEN).out
