@@ -1,5 +1,6 @@
 """What packed codecs make of a block, written apart from `kvine.cache.codec`, from what `kvine.cache.layout` says."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -62,9 +63,15 @@ def _steps(groups: Tensor, steps: int) -> Tensor:
 
 def _fp16(values: Tensor, toward: float) -> Tensor:
     """The nearest fp16 on the given side, in fp32: the rounded one, or the next of a table of all."""
-    table = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16).float()
-    table = table[table.isfinite()].sort().values
+    table = _every_fp16()
     above: Tensor = torch.searchsorted(table, values.contiguous()).clamp(max=len(table) - 1)
     if toward > 0:
         return table[above]
     return torch.where(table[above] == values, table[above], table[(above - 1).clamp(min=0)])
+
+
+@functools.cache
+def _every_fp16() -> Tensor:
+    """All finite ones, ascending, in fp32."""
+    table = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16).float()
+    return table[table.isfinite()].sort().values
