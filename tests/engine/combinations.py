@@ -14,6 +14,9 @@ from torch import Tensor
 from kvine.config import CacheConfig
 from kvine.engine.build import dense_attention
 from kvine.engine.cache_free import DenseRunner
+from kvine.engine.engine import Engine
+from kvine.engine.runner import Runner
+from kvine.engine.stepped import SteppedCache
 from kvine.evidence.cells.quantizer import block_loss
 
 TEXT = random.Random(1).choices(range(3, VOCAB), k=30)
@@ -141,6 +144,29 @@ class Oracle:
         """Logits of the token after a text."""
         logits: list[float] = self.logits(text)[-1].tolist()
         return logits
+
+
+def bound(oracle: Oracle, exact: Oracle, text: Sequence[int], rows: int) -> float:
+    """How far the last logits of a text may be from the oracle's: far nearer than to those of an exact cache.
+
+    Whether a number lies above or below the middle of two steps is up to rounding too, and one that falls the other way
+    makes a small part of what is lost in all.
+    """
+    return 2e-4 + 0.1 * float((exact.logits(text)[-rows:] - oracle.logits(text)[-rows:]).abs().max())
+
+
+def same(oracle: Oracle, exact: Oracle, text: Sequence[int], logits: Tensor, what: object = "") -> None:
+    """The last logits of a text, [N, vocabulary], are the oracle's."""
+    off = float((logits - oracle.logits(text)[-len(logits) :]).abs().max())
+    assert off <= bound(oracle, exact, text, len(logits)), f"{what}: off by {off:.2g}"
+
+
+def stepped_on(engine: Engine, tokens: Sequence[int]) -> SteppedCache:
+    """A cache that begins with what is held of `tokens` already."""
+    runner = engine.parts.runner
+    assert isinstance(runner, Runner)
+    namespace = engine.parts.namespace(None)
+    return SteppedCache(runner, engine.config, engine.parts.max_context, engine.manager.open(tokens, namespace))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from beam_oracles import brute_force
 from combinations import (
     FACTORS,
@@ -20,9 +19,12 @@ from combinations import (
     TEXT,
     Combination,
     Oracle,
+    bound,
     bytes_needed,
     combinations,
     exact_oracle,
+    same,
+    stepped_on,
     tiny,
     triples,
 )
@@ -30,7 +32,6 @@ from combinations import (
 from kvine.cache.tier import StoreTier
 from kvine.config import EngineConfig
 from kvine.engine.engine import Engine
-from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import ConfigError, RequestError
 from kvine.sampling.params import SamplingParams
@@ -66,28 +67,6 @@ def end(engine: Engine) -> None:
         tier.close()
 
 
-def stepped_on(engine: Engine, tokens: list[int]) -> SteppedCache:
-    """A cache that begins with what is held of `tokens` already."""
-    runner = engine.parts.runner
-    assert isinstance(runner, Runner)
-    return SteppedCache(runner, engine.config, None, engine.manager.open(tokens, engine.parts.namespace(None)))
-
-
-def allowed(c: Combination, oracle: Oracle, text: list[int], rows: int) -> float:
-    """How far logits may be from the oracle's: far nearer than to those of an exact cache.
-
-    Whether a number lies above or below the middle of two steps is up to rounding too, and one that falls the other way
-    makes a small part of what is lost in all.
-    """
-    exact = exact_oracle(c.arch, c.retention).logits(text)[-rows:]
-    return 2e-4 + 0.1 * float((exact - oracle.logits(text)[-rows:]).abs().max())
-
-
-def same(c: Combination, oracle: Oracle, text: list[int], logits: torch.Tensor) -> None:
-    off = float((logits - oracle.logits(text)[-len(logits) :]).abs().max())
-    assert off <= allowed(c, oracle, text, len(logits)), f"{c}: off by {off:.2g}"
-
-
 def check_memory(engine: Engine, c: Combination, stepped: SteppedCache) -> None:
     """Exactly the bytes that are needed, and of what is sealed nothing but the packed bytes."""
     engine.manager.check()
@@ -113,28 +92,28 @@ def check_beams(engine: Engine, c: Combination, oracle: Oracle, prompt: list[int
         engine.manager.check()
     assert (event.cached_tokens >= SERVED) if c.hit else (event.cached_tokens == 0), (c, event.cached_tokens)
     expected = brute_force(oracle.next, prompt, params, ends=())
-    bound = 2 * allowed(c, oracle, prompt, 1)
+    off = 2 * bound(oracle, exact_oracle(c.arch, c.retention), prompt, 1)
     assert [text for text, _ in found] == [text for text, _ in expected], c
     for (_, score), (_, right) in zip(found, expected, strict=True):
-        assert score is None or math.isclose(score, right, abs_tol=bound), (c, score, right)
+        assert score is None or math.isclose(score, right, abs_tol=off), (c, score, right)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_combination_computes_what_its_oracle_computes(tmp_path: Path, part: int) -> None:
     for number, c in enumerate(COMBINATIONS[part::PARTS]):
-        oracle = Oracle(tiny(c.arch), c.cache)
+        oracle, exact = Oracle(tiny(c.arch), c.cache), exact_oracle(c.arch, c.retention)
         engine = begin(c, tmp_path / str(number))
         stepped = stepped_on(engine, TEXT)
         held = len(stepped)
         assert (16 <= held <= SERVED) if c.hit else not held, (c, held)
         text = list(TEXT)
-        same(c, oracle, text, stepped.extend(text[held:])[0])
+        same(oracle, exact, text, stepped.extend(text[held:])[0], c)
         check_memory(engine, c, stepped)
         if c.rollback:
             kept = stepped.crop(23)
             engine.manager.check()
             text = [*TEXT[:23], *OTHER]
-            same(c, oracle, text, stepped.extend(text[kept:])[0])
+            same(oracle, exact, text, stepped.extend(text[kept:])[0], c)
             check_memory(engine, c, stepped)
         check_beams(engine, c, oracle, text)
         stepped.close()
