@@ -203,7 +203,7 @@ def test_a14_every_dtype_of_model_and_cache_converts_values(tiny: Make, codec: s
 
 @every_codec
 def test_a15_beams_equal_beams_recomputed(tiny: Make, codec: str) -> None:
-    """One to five beams over two prompts of uneven length. A beam is a block table: no cache is there to be reordered."""
+    """One to five beams over two prompts of uneven length. A beam is a block table: nothing has to be reordered."""
     model = Tiny(*tiny("TL", initializer_range=0.12, seed=3))
     counts = itertools.cycle((1, 5, 2, 3, 4))
     for _ in range(CODECS.index(codec)):
