@@ -4,13 +4,13 @@ import functools
 
 import pytest
 from checkpoints import tiny_model
-from quantizing import block_loss
 from tiny_engines import Tiny
 
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import dense_attention
 from kvine.engine.cache_free import DenseRunner, cache_free_engine
 from kvine.engine.engine import Engine
+from kvine.evidence.cells.quantizer import block_loss
 from kvine.sampling.params import SamplingParams
 
 PROMPTS = ([5, 9, 17, 4, 33, 21, 8], [40, 3, 3, 77, 12])
@@ -48,7 +48,7 @@ def texts(engine: Engine, params: SamplingParams) -> list[list[tuple[int, ...]]]
 )
 def test_forks_over_packed_blocks_equal_the_cache_free_oracle(name: str, backend: str, params: SamplingParams) -> None:
     model, cache = tiny(), CacheConfig(4, kv_dtype=name)
-    loss = block_loss(*cache.codecs, cache.block_size)
+    loss = block_loss(cache)
     dense = DenseRunner(model.model.decoder, dense_attention(model.model, cache, loss=loss), model.model.device)
     expected = texts(cache_free_engine(model.parts(cache, EngineConfig()), dense), params)
     assert len(expected[0]) == 3 and len(set(expected[0])) == 3

@@ -11,6 +11,7 @@ from kvine.attention.cached import CachedAttention
 from kvine.attention.reference import ReferenceBackend
 from kvine.cache.prefix import Node
 from kvine.cache.sequence import MISSING
+from kvine.cache.tier import StoreTier
 from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 
@@ -98,6 +99,39 @@ def fork_without_copies(parts: EngineParts) -> EngineParts:
     """Fork: who extends a shared block writes into it."""
     for pool in parts.manager.pools:
         pool.writable = lambda block: True  # type: ignore[method-assign]
+    return parts
+
+
+def exchanged_beams(parts: EngineParts) -> EngineParts:
+    """Beams: the first two read each other's past, as after a switch that was not carried through."""
+
+    class Exchanged(Runner):
+        def batch(self, step, *, all_logits=False):
+            batch = super().batch(step, all_logits=all_logits)
+            owners = [item.request.owner for item in step]
+            beams = [n for n, owner in enumerate(owners) if owner is not None and owners.count(owner) > 1][:2]
+            if len(beams) < 2:
+                return batch
+            one, other = beams
+            groups = []
+            for group in batch.groups:
+                tables = list(group.block_tables)
+                tables[one], tables[other] = tables[other], tables[one]
+                groups.append(replace(group, block_tables=tables))
+            return replace(batch, groups=tuple(groups))
+
+    runner = parts.runner
+    assert isinstance(runner, Runner)
+    return replace(parts, runner=Exchanged(runner.decoder, runner.attention, runner.manager, runner.device))
+
+
+def exchanged_halves(parts: EngineParts) -> EngineParts:
+    """Store: what comes back has keys where values belong."""
+    tier = parts.manager.tier
+    if isinstance(tier, StoreTier):
+        memories = tier._memories
+        whole = memories.load
+        memories.load = lambda shelf, block, kept: whole(shelf, block, kept[::-1])  # type: ignore[method-assign]
     return parts
 
 

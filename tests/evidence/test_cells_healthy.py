@@ -21,6 +21,9 @@ def test_random_healthy_cells_raise_no_alarm(lab: Lab) -> None:
     assert all(cell.kl_max is not None and 0 <= cell.kl_max < 0.1 for cell in report.cells)
     forks = [cell for cell in report.cells if cell.factors["history"] == "fork"]
     assert forks and all(cell.tokens == 8 for cell in forks), "both branches are compared"
+    searches = [cell for cell in report.cells if cell.factors["beams"] == "3"]
+    assert searches and all(cell.tokens == 12 for cell in searches), "three beams are compared at each of four steps"
+    assert any(cell.factors["store"] == "disk" for cell in searches)
 
 
 def test_random_healthy_cells_with_packed_weights_raise_no_alarm(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantizing import block_loss
 from tiny_models import random_prompt, write_checkpoint, write_tokenizer
 
 from kvine.config import CacheConfig
 from kvine.engine.build import dense_attention
 from kvine.engine.cache_free import DenseRunner
 from kvine.errors import ConfigError, RequestError
+from kvine.evidence.cells.quantizer import block_loss
 from kvine.evidence.quality import Evaluation, Policy, Scored, evaluate, parse_policies
 from kvine.evidence.quality.pareto import non_dominated
 from kvine.evidence.quality.reader import CHUNK, Reader, memory_needed
@@ -108,7 +108,7 @@ def test_what_a_codec_loses_is_in_the_figures(llama: LLM) -> None:
 @pytest.mark.parametrize("words", ["kv-dtype=int8", "kv-dtype=int2", "kv-dtype=k8v4,window=40,sinks=4,block-size=8"])
 def test_a_packed_policys_perplexity_is_that_of_the_same_loss_without_a_cache(llm: LLM, words: str) -> None:
     found = only(run(llm, words))
-    lossy = oracle(llm, found.cache, loss=block_loss(*found.cache.codecs, found.cache.block_size))
+    lossy = oracle(llm, found.cache, loss=block_loss(found.cache))
     lost = abs(lossy - oracle(llm, CacheConfig()))
     assert lost > 1e-3 and abs(found.perplexity - lossy) < lost / 5, "some numbers lie where sums decide how they round"
 

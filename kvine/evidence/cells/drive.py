@@ -4,17 +4,18 @@ A history is a way to compute one text: queued and left to the engine, or steppe
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvine.engine.engine import Engine, EngineParts
+from kvine.engine.engine import EngineParts
 from kvine.engine.runner import Runner
 from kvine.engine.scheduler import Scheduler
 from kvine.engine.stepped import SteppedCache
 from kvine.errors import StepError
+from kvine.evidence.cells.beams import RecordingEngine, SearchStep
 from kvine.evidence.cells.setup import Setup
 from kvine.evidence.paths import HeldSampler, Record
 from kvine.sampling.params import SamplingParams
@@ -32,11 +33,13 @@ class Computed:
         records: of each copy of the text: one, or two after a fork.
         cached_tokens: tokens of the prompt that were found in the cache.
         preemptions: how often a request gave way.
+        search: the steps of a beam search, if it was one; then there are no records.
     """
 
     records: tuple[Record, ...]
     cached_tokens: int
     preemptions: int
+    search: tuple[SearchStep, ...] = ()
 
 
 class YieldingScheduler(Scheduler):
@@ -66,10 +69,10 @@ class Stage:
         self.ids = list(setup.prompt.ids)
         self.text = list(setup.prompt.text)
         self.cached_tokens = 0
-        self._params = SamplingParams(max_tokens=len(self.text), ignore_eos=True)
+        self._params = SamplingParams(max_tokens=len(self.text), ignore_eos=True, num_beams=setup.num_beams)
         self.sampler = HeldSampler(parts.sampler, self._params, self.text, lambda done: None)
         self.parts = replace(parts, sampler=self.sampler)
-        self.engine = Engine(self.parts, setup.engine)
+        self.engine = RecordingEngine(self.parts, setup.engine, self._params)
         self._scheduler = YieldingScheduler(parts.manager, setup.engine)
         self.engine.scheduler = self._scheduler
         self._others: list[int] = []
@@ -83,7 +86,7 @@ class Stage:
 
     def start_mates(self) -> None:
         """Has the mates begin, so that the text joins them in mid-flow."""
-        mate = replace(self._params, max_tokens=len(self.text) + HEAD_START)  # another object, so not held
+        mate = replace(self._params, max_tokens=len(self.text) + HEAD_START, num_beams=1)  # another object, so not held
         for other in self.setup.mates:
             if ids := other(self.ids, self.setup.cache.block_size):
                 self._others.append(self.engine.add(ids, mate))
@@ -161,13 +164,31 @@ def compute(setup: Setup, parts: EngineParts) -> Computed:
         records = setup.history(stage)
     finally:
         stage.close()
-    return Computed(tuple(records), stage.cached_tokens, stage.engine.scheduler.num_preemptions)
+    found = stage.engine.recorded
+    steps = () if found is None else tuple(found.steps)
+    return Computed(tuple(records), stage.cached_tokens, stage.engine.scheduler.num_preemptions, steps)
+
+
+def serve_earlier(setup: Setup, parts: EngineParts) -> None:
+    """Serves the requests before a cell's text by an engine of their own, and closes its store."""
+    with closing_store(parts):
+        Stage(setup, parts).serve_earlier()
+
+
+@contextlib.contextmanager
+def closing_store(parts: EngineParts) -> Iterator[None]:
+    """Lets go of the folder of an engine's store at the end."""
+    try:
+        yield
+    finally:
+        if parts.manager.tier is not None:
+            parts.manager.tier.close()
 
 
 def queued(stage: Stage) -> list[Record]:
-    """The text is a request like any other."""
+    """The text is a request like any other; a beam search writes its own."""
     stage.queue()
-    return [stage.sampler.record]
+    return [stage.sampler.record] if stage.setup.num_beams == 1 else []
 
 
 def forked(stage: Stage) -> list[Record]:

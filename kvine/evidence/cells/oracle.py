@@ -10,6 +10,7 @@ from kvine.attention.dense import DenseAttention
 from kvine.config import PER_TOKEN, CacheConfig, is_packed
 from kvine.engine.build import DTYPE_NAMES, dense_attention
 from kvine.engine.cache_free import DenseRunner
+from kvine.evidence.cells.beams import Line, longest
 from kvine.evidence.cells.quantizer import block_loss
 from kvine.evidence.cells.setup import Prompt, Setup
 from kvine.evidence.coarse_angles import with_coarse_angles
@@ -74,6 +75,14 @@ class Oracle:
         rounding = reference.rounding
         return replace(reference, rounding=replace(rounding, bound=max(rounding.bound, min(off, rounding.limit))))
 
+    def after(self, setup: Setup, lines: Sequence[Line]) -> dict[Line, Tensor]:
+        """Logits [vocabulary] of the token after each of these texts behind the prompt, and after their beginnings."""
+        dense, found = self._dense(setup.cache), {}
+        for line in longest(lines):
+            rows = whole_logits(dense, [*setup.prompt.ids, *line], len(line) + 1)[:, : self.vocab_size]
+            found.update({line[:count]: row for count, row in enumerate(rows)})
+        return found
+
     def trace(self, setup: Setup) -> StateTrace:
         """All hidden states of a cell's text."""
         ids, count = _text(setup)
@@ -114,8 +123,10 @@ class Oracle:
         return UNSTEADY * share if unsteady else share
 
     def _dense(self, cache: CacheConfig) -> DenseRunner:
-        loss = block_loss(cache) if _packs(cache) else None
-        attention: DenseAttention = dense_attention(self._model, cache, keep=self._keep(cache), loss=loss)
+        keep, loss = self._keep(cache), None
+        if _packs(cache) or (keep is not None and cache.sink_rule == "in_cache" and cache.sink_tokens):
+            keep, loss = None, block_loss(cache)
+        attention: DenseAttention = dense_attention(self._model, cache, keep=keep, loss=loss)
         return DenseRunner(self._model.decoder, attention, self._model.device)
 
     def _keep(self, cache: CacheConfig) -> Callable[[Tensor], Tensor] | None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvine.evidence.cells.beams import Line, SearchStep
 from kvine.evidence.cells.covering import Refusal
 from kvine.evidence.cells.oracle import Reference
-from kvine.evidence.judge import Verdict, judge
+from kvine.evidence.judge import Rounding, Verdict, judge
 from kvine.evidence.locate import Location
 from kvine.evidence.paths import Record
 
@@ -119,6 +120,57 @@ def judge_cell(factors: Mapping[str, str], records: Sequence[Record], reference:
         bound=reference.rounding.bound,
         kl_mean=float(divergences.mean()),
         kl_max=float(divergences.max()),
+    )
+
+
+def judge_search(
+    factors: Mapping[str, str], steps: Sequence[SearchStep], right: Mapping[Line, Tensor], rounding: Rounding
+) -> Cell:
+    """Compares a search with brute force, which recomputes the whole text of every beam without a cache.
+
+    Each step is judged by the texts that the search has then, so that a near-tie that went the other way does not hide
+    what comes after it.
+
+    Args:
+        factors: names of the cell's levels.
+        steps: what the search did.
+        right: logits [vocabulary] after each of its lines, by the oracle.
+        rounding: what it may do to a logit.
+    """
+    totals: dict[Line, float] = {(): 0.0}  # by the oracle's logits
+    gap = short = 0.0
+    agreeing = 0
+    divergences: list[Tensor] = []
+    for number, step in enumerate(steps):
+        rows = torch.stack([right[line] for line in step.lines])
+        difference = float((step.logits - rows).abs().nan_to_num(nan=math.inf).max())
+        gap = max(gap, difference)
+        divergences.append(divergence(rows, step.logits))
+        sums = rows.double().log_softmax(1) + torch.tensor([[totals[line]] for line in step.lines])  # [lines, vocab]
+        best = sums.flatten().topk(len(step.chosen))
+        width = rows.shape[1]
+        wanted = {(*step.lines[int(i) // width], int(i) % width) for i in best.indices}
+        chosen = {line: float(sums[step.lines.index(line[:-1]), line[-1]]) for line in step.chosen}
+        agreeing += len(wanted & chosen.keys())
+        # Each of two sums may be off by a logit's and a normalization's bound in every step.
+        short = max(short, (float(best.values[-1]) - min(chosen.values())) / (4 * (number + 1)))
+        totals = chosen
+    asked = sum(len(step.chosen) for step in steps)
+    within = gap <= rounding.bound and short <= rounding.bound
+    reason = None
+    if short > rounding.bound:
+        reason = f"A beam was left out that is better by {short:.3g} a step than one that was kept."
+    kl = torch.cat(divergences)
+    return Cell(
+        factors,
+        "fault" if not within else "identical" if agreeing == asked else "rounding",
+        tokens=asked,
+        agreement=agreeing / asked,
+        gap=gap,
+        bound=rounding.bound,
+        kl_mean=float(kl.mean()),
+        kl_max=float(kl.max()),
+        reason=reason,
     )
 
 

@@ -1,5 +1,6 @@
 """What packed codecs make of a block, written apart from `kvine.cache.codec`, from what `kvine.cache.layout` says."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -39,32 +40,45 @@ def _kept(codec: str, *, by_channel: bool) -> Callable[[Tensor], Tensor]:
         dtype = _ELEMENTS[codec]
         largest = torch.finfo(dtype).max
         return lambda values: values.float().clamp(-largest, largest).to(dtype).to(values.dtype)
-    steps = 2 ** _BITS[codec.removesuffix("-token")] - 1
 
     def lose(blocks: Tensor) -> Tensor:
-        wide = blocks.float().clamp(-65504, 65504)
-        if by_channel:
-            return _steps(wide.transpose(-1, -2), steps).transpose(-1, -2)
-        width = wide.shape[-1]
-        size = next(n for n in range(min(_MOST_CHANNELS, width), 0, -1) if width % n == 0)
-        return _steps(wide.reshape(*wide.shape[:-1], width // size, size), steps).reshape(wide.shape)
+        least, step, codes = grid(blocks, codec, by_channel=by_channel)
+        return least + step * codes
 
     return lose
 
 
-def _steps(groups: Tensor, steps: int) -> Tensor:
-    """Groups along the last axis as even steps from an fp16 not above their minimum, an fp16 apart."""
+def grid(blocks: Tensor, codec: str, *, by_channel: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks [..., T, D] in a packed codec the least value of each number's group, its step, and how many of them.
+
+    Groups are channels over a block, or up to 32 channels of a token. Steps are even, from an fp16 not above the
+    group's minimum, an fp16 apart. All three are fp32, [..., T, D].
+    """
+    steps = 2 ** _BITS[codec.removesuffix("-token")] - 1
+    wide = blocks.float().clamp(-65504, 65504)
+    width = wide.shape[-1]
+    size = next(n for n in range(min(_MOST_CHANNELS, width), 0, -1) if width % n == 0)
+    groups = wide.transpose(-1, -2) if by_channel else wide.reshape(*wide.shape[:-1], width // size, size)
     least = _fp16(groups.amin(-1, keepdim=True), toward=-torch.inf)
     step = _fp16((groups.amax(-1, keepdim=True) - least) / steps, toward=torch.inf)
     codes = torch.where(step > 0, (groups - least) / step, 0).round().clamp(0, steps)
-    return least + step * codes
+    three = (x.expand(groups.shape) for x in (least, step, codes))
+    if by_channel:
+        return tuple(x.transpose(-1, -2) for x in three)  # type: ignore[return-value]
+    return tuple(x.flatten(-2) for x in three)  # type: ignore[return-value]
 
 
 def _fp16(values: Tensor, toward: float) -> Tensor:
     """The nearest fp16 on the given side, in fp32: the rounded one, or the next of a table of all."""
-    table = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16).float()
-    table = table[table.isfinite()].sort().values
+    table = _every_fp16()
     above: Tensor = torch.searchsorted(table, values.contiguous()).clamp(max=len(table) - 1)
     if toward > 0:
         return table[above]
     return torch.where(table[above] == values, table[above], table[(above - 1).clamp(min=0)])
+
+
+@functools.cache
+def _every_fp16() -> Tensor:
+    """All finite ones, ascending, in fp32."""
+    table = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16).float()
+    return table[table.isfinite()].sort().values

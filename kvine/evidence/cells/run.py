@@ -1,7 +1,9 @@
 """Designs the cells of a model, and runs those of one dtype at a time, so that one model is loaded at a time."""
 
+import math
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,11 +11,12 @@ from kvine.cache.shelf import shelves_of
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
 from kvine.errors import ConfigError, KvineError
+from kvine.evidence.cells.beams import SearchStep
 from kvine.evidence.cells.covering import Choice, Design
-from kvine.evidence.cells.drive import HEAD_START, compute, queued
+from kvine.evidence.cells.drive import HEAD_START, closing_store, compute, queued, serve_earlier
 from kvine.evidence.cells.factors import Scope
 from kvine.evidence.cells.oracle import Oracle
-from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell
+from kvine.evidence.cells.outcome import Cell, CellsReport, judge_cell, judge_search
 from kvine.evidence.cells.setup import Prompt, Setup
 from kvine.evidence.judge import judge_reference
 from kvine.evidence.locate import locate
@@ -27,6 +30,7 @@ MakeParts = Callable[[CacheConfig, EngineConfig], EngineParts]
 
 MOST_LOCATED = 3  # faults that are looked for in the hidden states; each takes a run of its own
 AMPLE = 16  # times what one request needs
+STORE_SIZE = "64MiB"
 
 
 @dataclass(frozen=True)
@@ -105,19 +109,30 @@ class CellRuns:
         doubt = judge_reference("", reference.record, reference.rounding)
         if doubt.verdict == "fault":
             return Cell(names, "fault", gap=doubt.difference, reason=f"The reference itself: {doubt.reason}")
-        try:
-            computed = compute(setup, _parts(bench, setup))
-        except Exception as error:  # a broken engine may raise anything, and other cells say more about it
-            cell = Cell(names, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error))
-        else:
-            expects_hit = setup.expects_hit and not setup.tight  # short of memory, it may have been evicted
-            cell = judge_cell(names, computed.records, reference)
-            if expects_hit and not computed.cached_tokens:
-                cell = Cell(names, "not run", reason="The beginning of the prompt was not found in the cache.")
-        if cell.verdict == "fault" and self._located < MOST_LOCATED:
-            self._located += 1
-            fresh = _parts(bench, setup)  # the fault may have left the others in any state
-            cell = replace(cell, location=locate(bench.oracle.trace(setup), fresh, partial(compute, setup)))
+        with tempfile.TemporaryDirectory(prefix="kvine-verify-") as folder:
+            try:
+                if setup.on_disk:
+                    setup = replace(setup, cache=replace(setup.cache, cache_dir=folder, cache_size=STORE_SIZE))
+                    serve_earlier(setup, _parts(bench, setup))
+                    setup = replace(setup, earlier=())
+                parts = _parts(bench, setup)
+                with closing_store(parts):
+                    computed = compute(setup, parts)
+            except Exception as error:  # a broken engine may raise anything, and other cells say more about it
+                cell = Cell(names, "fault", reason=str(error) if isinstance(error, KvineError) else repr(error))
+            else:
+                expects_hit = setup.expects_hit and not setup.tight  # short of memory, it may have been evicted
+                if computed.search:
+                    cell, setup = _judge_search(bench, names, setup, computed.search)
+                else:
+                    cell = judge_cell(names, computed.records, reference)
+                if expects_hit and not computed.cached_tokens:
+                    cell = Cell(names, "not run", reason="The beginning of the prompt was not found in the cache.")
+            if cell.verdict == "fault" and self._located < MOST_LOCATED:
+                self._located += 1
+                fresh = _parts(bench, setup)  # the fault may have left the others in any state
+                with closing_store(fresh):
+                    cell = replace(cell, location=locate(bench.oracle.trace(setup), fresh, partial(compute, setup)))
         return cell
 
     def _run_other(self, bench: Bench, open_other: Callable[[], OtherPath]) -> list[Cell]:
@@ -144,6 +159,21 @@ class CellRuns:
         return self._texts[prompt.name]
 
 
+def _judge_search(bench: Bench, names: dict[str, str], setup: Setup, steps: Sequence[SearchStep]) -> tuple[Cell, Setup]:
+    """What came of a beam search, and its cell held to the line that is furthest from right."""
+    best = steps[-1].chosen[0]
+    rounding = bench.oracle.reference(replace(setup, prompt=replace(setup.prompt, text=best))).rounding
+    right = bench.oracle.after(setup, [line for step in steps for line in step.lines])
+    off = {
+        line: float((row - right[line]).abs().nan_to_num(nan=math.inf).max())
+        for step in steps
+        for line, row in zip(step.lines, step.logits, strict=True)
+    }
+    worst = max(off, key=lambda line: (off[line], len(line)))
+    held = replace(setup, prompt=replace(setup.prompt, text=(*worst, best[len(worst)])))  # its last token is not fed
+    return judge_search(names, steps, right, rounding), held
+
+
 def _parts(bench: Bench, setup: Setup) -> EngineParts:
     """The engine's parts, with memory for what the cell needs, or for its longest request alone."""
     specs = cache_specs(bench.model, setup.cache)
@@ -151,7 +181,11 @@ def _parts(bench: Bench, setup: Setup) -> EngineParts:
     others = [other(setup.prompt.ids, size) for other in (*setup.earlier, *setup.mates)]
     longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text) + HEAD_START
     shelves = shelves_of(specs)
-    blocks = [shelf.max_live_blocks(longest, setup.engine.max_step_tokens) + 1 for shelf in shelves]  # one to copy to
+    step, beams, shared = setup.engine.max_step_tokens, setup.num_beams, len(setup.prompt.ids)
+    blocks = [shelf.max_live_blocks(longest, step) + 1 for shelf in shelves]  # one to copy to
+    if beams > 1:
+        forked = [shelf.max_forked_blocks(longest, step, beams, shared) for shelf in shelves]
+        blocks = [max(both) for both in zip(blocks, forked, strict=True)]
     needed = sum(n * shelf.bytes_per_block(bench.dtype) for n, shelf in zip(blocks, shelves, strict=True))
     cache = replace(setup.cache, kv_memory=needed if setup.tight else AMPLE * needed)
     parts = bench.make_parts(cache, setup.engine)

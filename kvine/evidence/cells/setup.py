@@ -42,6 +42,8 @@ class Setup:
         mates: requests that run beside it.
         preempt_every: after so many steps the text gives its blocks up; None lets it keep them.
         tight: whether the cache has room for this text alone.
+        num_beams: lines of a beam search by which the text comes about; 1 reads the prompt's own text.
+        on_disk: whether the requests before it are served by another engine, which leaves its blocks in a store.
         expects_hit: whether the beginning of the prompt must be found in the cache.
         exchange: exchange parts of the engine, in order.
     """
@@ -55,5 +57,7 @@ class Setup:
     mates: tuple[OtherRequest, ...] = ()
     preempt_every: int | None = None
     tight: bool = False
+    num_beams: int = 1
+    on_disk: bool = False
     expects_hit: bool = False
     exchange: tuple[Callable[[EngineParts], EngineParts], ...] = ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from kvine.cache.layout import PACKED_BITS
@@ -164,6 +165,38 @@ def history(scope: Scope) -> Factor:
 
 
 @register
+def beams(scope: Scope) -> Factor:
+    """Whether the text comes about by beam search, compared with one that recomputes each beam's whole text."""
+
+    def refuse(values: Values) -> str | None:
+        count, chunk = values.get("beams", 1), values.get("feeding")
+        if count > 1 and values.get("history", queued) is not queued:
+            return "Caches stepped by hand do not search; their forks are made by hand."
+        if chunk is not None and count > chunk:
+            return f"{count} beams take {count} tokens in each step, and a step takes {chunk}."
+        return None
+
+    return Factor("beams", _named({"1": 1, "3": 3}, lambda setup, count: replace(setup, num_beams=count)), refuse)
+
+
+@register
+def store(scope: Scope) -> Factor:
+    """Whether what was served before comes from memory, or from a folder on disk that another engine has filled."""
+
+    def refuse(values: Values) -> str | None:
+        if values.get("store") and values.get("prefix") == "partly":
+            return "What comes back from a store are whole blocks."
+        return None
+
+    def takes_effect(values: Values) -> bool:  # something has to come back
+        return not values.get("store") or values.get("prefix") != "miss"
+
+    levels = _named({"none": False, "disk": True}, lambda setup, on_disk: replace(setup, on_disk=on_disk))
+    missing = None if find_spec("lmdb") else "It takes `pip install 'kvine[store]'`."
+    return Factor("store", (levels[0], replace(levels[1], unfit=missing)), refuse, takes_effect)
+
+
+@register
 def backend(scope: Scope) -> Factor:
     """The attention backend: each that an engine can be built with."""
     names = usable_backends(cache_specs(scope.model, CacheConfig()), scope.device)
@@ -189,8 +222,6 @@ def codec(scope: Scope) -> Factor:
             return None
         if kept == computed:
             return f"{kept} in a model that computes in {kept} is exact."
-        if values.get("window") == "in_cache":
-            return "The oracle turns keys by their place in the cache, before it could round them as the cache does."
         return None
 
     names = ("exact", "fp16") if scope.quick else KV_DTYPES

@@ -58,6 +58,14 @@ class InterleavedPairs(StepAttention):
         return super().__call__(layer, q[..., order], k[..., order], v)
 
 
+class SinksOneFurther(StepAttention):
+    """The place behind the cache's last: sinks and window are counted, and the query's own token is not among them."""
+
+    def __init__(self, attention: CachedAttention, batch: Batch) -> None:
+        super().__init__(attention, batch)
+        self._moved = [None if moved is None else batch.positions.clamp(max=moved.max() + 1) for moved in self._moved]
+
+
 def next_slot(attention: CachedAttention, batch: Batch) -> Batch:
     """The length was raised before the token was written: it lands one place after its own."""
     groups = []

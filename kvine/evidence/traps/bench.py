@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvine.cache.manager import MISSING, CachedSequence
-from kvine.cache.pool import KVPool
 from kvine.engine.engine import EngineParts
 from kvine.engine.request import Request
 from kvine.engine.runner import Runner
@@ -235,12 +234,11 @@ class Bench:
         attention, size, length = self.runner.attention, self.manager.block_size, live.sequence.num_tokens
         snapshot = Snapshot(live.text, step, [], [], [])
         for place in attention.layers:
-            table = live.sequence.tables[place.group]
-            held = [p for p in range(length) if table[p // size] != MISSING]
-            pool = attention.pools[place.group]
-            assert isinstance(pool, KVPool), "the lab's caches keep each number by itself"
-            blocks = [block for block in table[: -(-length // size)] if block != MISSING]
-            k, v = pool.read(place.index, blocks, len(held))  # [1, Hkv, held, D]
+            tables = [table[: -(-length // size)] for table in live.sequence.tables]
+            shelves = {place.group, attention.open_shelf.get(place.group, place.group)}  # packed: sealed ones, open one
+            blocks = {b for shelf in shelves for b, block in enumerate(tables[shelf]) if block != MISSING}
+            held = [p for p in range(length) if p // size in blocks]
+            k, v = (x[:, :, : len(held)] for x in attention.read(place.group, place.index, tables))  # [1, Hkv, held, D]
             snapshot.positions.append(held)
             snapshot.keys.append(k[0].transpose(0, 1))
             snapshot.values.append(v[0].transpose(0, 1))

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from kvine.cache.blocks import BlockPool
 from kvine.cache.hashing import block_key
+from kvine.cache.layout import PACKED_BITS
 from kvine.cache.manager import CacheManager
-from kvine.cache.pool import KVPool
+from kvine.cache.packed_pool import PackedPool
+from kvine.cache.pool import KVPool, LayerKV
 from kvine.cache.prefix import Node, PrefixIndex
 from kvine.cache.sequence import CachedSequence
+from kvine.cache.spec import CacheSpec
+from kvine.config import PER_TOKEN
 from kvine.spans import Spans
 
 
@@ -45,6 +49,33 @@ def rebuilt(pool: KVPool, kind: type[KVPool], device: str | None = None) -> KVPo
     """Memory of another kind for the same blocks."""
     compute = pool.k.dtype  # the codec names the storage, except for `exact`, which is this
     return kind(pool.spec, pool.num_blocks, compute, torch.device(device) if device else pool.k.device)
+
+
+class NeighboursScales(PackedPool):
+    """Codes of a block, and scales and minima of the one before it."""
+
+    def unsealed(self, layer: int, blocks: Tensor) -> LayerKV:
+        """See `PackedPool`."""
+        stored, part = self.layers[layer], self._parts
+        own = LayerKV(*(x.index_select(0, blocks) for x in (stored.k, stored.v)))
+        scales = LayerKV(*(x.index_select(0, (blocks - 1).clamp(min=0)) for x in (stored.k, stored.v)))
+        keys, values = (self.spec.block_size * self.spec.head_dim * bits // 8 for bits in packed_bits(self.spec))
+        return LayerKV(
+            part["key"].decode(torch.cat((own.k[..., :keys], scales.k[..., keys:]), -1)),
+            part["value"].decode(torch.cat((own.v[..., :values], scales.v[..., values:]), -1)),
+        )
+
+
+def packed_bits(spec: CacheSpec) -> tuple[int, int]:
+    """Bits of a key's and of a value's code."""
+    keys, values = (codec.removesuffix(PER_TOKEN) for codec in (spec.key_codec, spec.value_codec))
+    return PACKED_BITS[keys], PACKED_BITS[values]
+
+
+def with_neighbours_scales(pool: PackedPool) -> PackedPool:
+    """Memory that decodes with them."""
+    compute = torch.float32  # packed codecs take any
+    return NeighboursScales(pool.spec, pool.num_blocks, compute, pool.k.device)
 
 
 def elsewhere(pool: KVPool) -> KVPool:

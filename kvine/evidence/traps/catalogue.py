@@ -21,6 +21,7 @@ from kvine.evidence.traps.seams import (
     with_backend,
     with_batch,
     with_manager,
+    with_packed,
     with_pool,
     with_specs,
     with_step,
@@ -276,6 +277,16 @@ _LIST = (
         story="bits",
     ),
     _trap(
+        "scales-of-another-block",
+        with_packed(cache.with_neighbours_scales),
+        cache.NeighboursScales.unsealed,
+        "kvine/cache/packed_pool.py",
+        'self._parts["key"].decode(stored.k.index_select(0, blocks)),',
+        "The first block and the open one are right, so short texts are. Then the text drifts: each key and value has "
+        "the right shape and another block's size, as if the codec were poor.",
+        story="packed",
+    ),
+    _trap(
         "cache-on-another-device",
         with_pool(cache.elsewhere),
         cache.elsewhere,
@@ -374,6 +385,16 @@ _LIST = (
         "q_sink = rotate(q, *self._rotation(place, moved=True))",
         "Past the window it is another text, if a fluent one. Past the model's context it falls apart: the sinks are "
         "further away than any distance that it was trained on.",
+        story="sinks",
+    ),
+    _trap(
+        "sinks-off-by-one",
+        with_step(attention.SinksOneFurther),
+        attention.SinksOneFurther.__init__,
+        "kvine/attention/cached.py",
+        "self._moved.append(batch.positions.clamp(max=limit - 1) if limit is not None and moved else None)",
+        "Nothing in the first window of tokens. After it the text is fluent and another one, and no limit is ever met: "
+        "each query stands one place further from the sinks than it was counted to.",
         story="sinks",
     ),
     _trap(

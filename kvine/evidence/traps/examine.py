@@ -145,7 +145,7 @@ def _try(lab: Lab, build: Build, probe: Probe) -> Finding:
         (text, (meant, _)), *_ = recording.wrong_lengths.items()
         kind = UNKNOWN if recording.parents[text] is None else "rolled-back-token-returns"
         return Finding(True, kind, probe.name, None, meant, f"{recording.error}.")
-    passes = own_passes(book, recording)
+    passes = own_passes(book, recording, bounds)
     symptoms = find_symptoms(book, recording, passes, bounds)
     if symptoms.any:
         scene = Scene(book, symptoms.layer or 0, lab.cache.block_size, recording, passes, bounds)
@@ -166,11 +166,10 @@ def _examine_storage(parts: EngineParts, book: Textbook) -> tuple[str, str] | No
     assert isinstance(parts.runner, Runner)
     wanted = book.storage
     for pool in parts.runner.attention.pools:
-        assert isinstance(pool, KVPool), "the lab's caches keep each number by itself"
         for stored in (pool.k, pool.v):
             if stored.device != book.model.device:
                 return "cache-on-another-device", f"K and V are on {stored.device}, the model on {book.model.device}"
-            if stored.dtype != wanted:
+            if isinstance(pool, KVPool) and stored.dtype != wanted:
                 wider = torch.finfo(stored.dtype).eps < torch.finfo(wanted).eps
                 kind = "cache-wider-than-model" if wider else "cache-narrower-than-intended"
                 return kind, (

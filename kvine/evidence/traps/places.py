@@ -45,6 +45,9 @@ _FREQUENCIES = Place("kvine/rope_scaling.py", ("inverse_frequencies", "attention
 _STORE = Place("kvine/cache/pool.py", ("KVPool.row_index", "KVPool.write"))
 _COPY = Place("kvine/cache/pool.py", ("KVPool.copy",))
 _STORAGE = Place("kvine/cache/pool.py", ("KVPool.__init__",))
+_PACKED = Place("kvine/cache/packed_pool.py", ("PackedPool.unsealed", "PackedPool.seal"))
+_PACK = Place("kvine/cache/codec.py", ("pack", "unpack"))
+_SEALED = Place("kvine/attention/packed.py", ("PackedStep.__init__", "PackedStep.attend"))
 _CODEC = Place("kvine/cache/codec.py", ("storage_dtype", "encode"))
 _VISIBLE = Place("kvine/cache/spec.py", ("CacheSpec.visible", "CacheSpec.window_start"))
 _DEAD = Place("kvine/cache/spec.py", ("CacheSpec.dead_blocks", "CacheSpec.live_blocks"))
@@ -103,6 +106,7 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "cache-wider-than-model": (_CODEC, _STORAGE),
         "cache-narrower-than-intended": (_CODEC, _STORAGE, _STORE),
         "bits-reinterpreted": (_CODEC, _STORE, _PLAN, _GATHER),
+        "scales-of-another-block": (_PACKED, _PACK, _SEALED),
         "cache-on-another-device": (_STORAGE, _WIRING),
         "kv-heads-tiled": (_SCORES, _KERNEL, _TILES, _PAGED, _REFERENCE),
         "head-map-wrong": (_SCORES, _KERNEL, _TILES, _PAGED, _PLAN, _GATHER, _REFERENCE),
@@ -110,6 +114,7 @@ _PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType(
         "window-one-long": (_VISIBLE, _PLAN, _GATHER),
         "window-wrong": (_WINDOWS, _VISIBLE, _CONFIG),
         "sinks-not-moved": (_MOVED, _STEP, _SCORES, _KERNEL, _TILES, _PAGED),
+        "sinks-off-by-one": (_MOVED, _STEP),
         "sinks-forgotten": (_VISIBLE, _PLAN, _GATHER, _DEAD),
         "published-before-filled": (_COMMIT, _TABLES),
         "hash-collision-trusted": (_INDEX,),

@@ -187,6 +187,12 @@ def short(bench: Bench, words: Words) -> None:
         bench.feed(a=1)
 
 
+def packed(bench: Bench, words: Words) -> None:
+    """Blocks that fill up in pieces so small that each is seen before a window lets go of it."""
+    bench.open("a", words.text(90, 3 * words.block + 2))
+    bench.catch_up("a", chunk=3)
+
+
 def _window(cache: CacheConfig) -> CacheConfig:
     return replace(cache, window=cache.block_size + 2, sink_tokens=0)
 
@@ -196,6 +202,10 @@ def _sinks(rule: Literal["absolute", "in_cache"]) -> Callable[[CacheConfig], Cac
         return replace(cache, window=cache.block_size + 1, sink_tokens=2, sink_rule=rule)
 
     return change
+
+
+def _packed(cache: CacheConfig) -> CacheConfig:
+    return replace(cache, kv_dtype="int8", window=None, sink_tokens=0)
 
 
 PROBES: Sequence[Probe] = (
@@ -211,6 +221,7 @@ PROBES: Sequence[Probe] = (
     Probe("window", chunks, change=_window),
     Probe("sinks", chunks, change=_sinks("absolute")),
     Probe("moved sinks", chunks, change=_sinks("in_cache")),
+    Probe("packed", packed, change=_packed),
     Probe("fp16", short, dtype="fp16", change=lambda cache: replace(cache, kv_dtype="exact")),
     Probe("bf16 kept as fp16", short, dtype="bf16", change=lambda cache: replace(cache, kv_dtype="fp16")),
 )

@@ -134,6 +134,17 @@ def _of_windows(scene: Scene) -> Iterator[Hypothesis]:
         first = row.position + 1 - (rule.window or 0)
         yield scene.right(row).keep(_seen(scene, row) >= first)
 
+    def sinks_beside(shift: int) -> _Readings:
+        def readings(scene: Scene, row: Row) -> Candidates:
+            right = scene.right(row)
+            yield _changed(right, sink_position=right.sink_position + shift)
+
+        return readings
+
+    if rule.moves_sinks:
+        for shift in (1, -1):
+            detail = f"sinks are read from {shift:+d} beside the query's place in the cache"
+            yield Hypothesis("sinks-off-by-one", detail, sinks_beside(shift), may_be_right=True)
     yield Hypothesis("sinks-not-moved", "sinks are read from the query's own position", sinks_in_place)
     yield Hypothesis("sinks-forgotten", "only the window is read", no_sinks)
 

@@ -54,6 +54,10 @@ class Scene:
     def right(self, row: Row) -> Reading:
         """What a row has to read."""
         k, v = self.keys(row.text, range(row.position + 1))
+        if (packing := self.book.packing) is not None:
+            kept, before = self.passes[row.text], row.position // packing.size * packing.size
+            k = torch.cat((kept.kept_keys[self.layer][:before], k[before:]))
+            v = torch.cat((kept.kept_values[self.layer][:before], v[before:]))
         return self.book.reading(self.layer, self.query(row), row.position, k, v)
 
     def actual(self, row: Row) -> Tensor:

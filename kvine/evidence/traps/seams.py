@@ -9,8 +9,10 @@ from torch import Tensor
 from kvine.attention.base import Backend, Batch
 from kvine.attention.cached import CachedAttention, StepAttention
 from kvine.cache.manager import CacheManager
+from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool, LayerKV
 from kvine.cache.sequence import MISSING
+from kvine.cache.shelf import SealedShelf
 from kvine.cache.spec import CacheSpec
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.build import standard_parts
@@ -86,6 +88,16 @@ def with_pool(make: Callable[[KVPool], KVPool]) -> Fault:
     return with_attention(change)
 
 
+def with_packed(make: Callable[[PackedPool], PackedPool]) -> Fault:
+    """The same engine over other memory of packed blocks, where it has any."""
+
+    def change(whole: CachedAttention) -> CachedAttention:
+        pools = [make(pool) if isinstance(pool, PackedPool) else pool for pool in whole.pools]
+        return CachedAttention(whole.layers, pools, whole.backends, scale=whole.scale, softcap=whole.softcap)
+
+    return with_attention(change)
+
+
 def with_manager(make: type[CacheManager]) -> Fault:
     """The same engine with another manager of its blocks."""
     return with_specs(lambda spec: spec, make)
@@ -98,14 +110,19 @@ def with_specs(change: Callable[[CacheSpec], CacheSpec], make: type[CacheManager
         runner, old = runner_of(parts), parts.manager
         dtype = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[compute_dtype(runner)]
         whole = runner.attention
-        pools = [KVPool(change(p.spec), p.num_blocks, compute_dtype(runner), runner.device) for p in whole.pools]
         manager = make(
-            [pool.spec for pool in pools],
+            [change(pool.spec) for pool in whole.pools[: len(whole.backends)]],
             old.budget,
             dtype=dtype,
             prefix_caching=old.prefix_caching,
             capacities=[pool.capacity for pool in old.pools],
         )
+        pools = [
+            (PackedPool if isinstance(shelf, SealedShelf) else KVPool)(
+                shelf.stored, pool.capacity, compute_dtype(runner), runner.device
+            )
+            for shelf, pool in zip(manager.shelves, old.pools, strict=True)
+        ]
         attention = CachedAttention(whole.layers, pools, whole.backends, scale=whole.scale, softcap=whole.softcap)
         return replace(parts, manager=manager, runner=Runner(runner.decoder, attention, manager, runner.device))
 

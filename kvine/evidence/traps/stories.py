@@ -152,6 +152,7 @@ STORIES: Mapping[str, Story] = MappingProxyType(
         "beams": Story("the third of three beams, then its second branch", TALE, _beams),
         "bytes": Story("in fp16", TALE, _bytes, dtype="fp16"),
         "bits": Story("a bf16 model with its cache in fp16", TALE, _plain, "bf16", CacheConfig(kv_dtype="fp16")),
+        "packed": Story("kept in 8 bits", TALE, _plain, cache=CacheConfig(block_size=4, kv_dtype="int8")),
         "error": Story("the first model call", TALE, _plain),
         "window": Story("with a window of 16", TALE, _plain, cache=CacheConfig(window=16)),
         "sinks": Story(

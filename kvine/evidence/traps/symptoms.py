@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvine.evidence.traps.bench import Recording, Row, Snapshot
-from kvine.evidence.traps.textbook import Pass, Textbook
+from kvine.evidence.traps.textbook import Held, Pass, Textbook
 
 # Two right computations differ by chance; few rows show only part of it. See docs/traps.md for what was measured.
 MARGIN = 16.0
@@ -54,7 +54,7 @@ def measure_bounds(book: Textbook, token_ids: Sequence[int]) -> Bounds:
     )
 
 
-def own_passes(book: Textbook, recording: Recording) -> list[Pass]:
+def own_passes(book: Textbook, recording: Recording, bounds: Bounds) -> list[Pass]:
     """For each text what its layers should have made of what they were given.
 
     A position that no step has computed for the same beginning of a text, because something else was found for it in
@@ -80,8 +80,27 @@ def own_passes(book: Textbook, recording: Recording) -> list[Pass]:
             tuple(torch.stack([state(row, p, layer, name) for p, row in enumerate(rows)]) for name in range(3))
             for layer in range(book.config.num_layers)
         ]
-        passes.append(book.judge(given))  # type: ignore[arg-type]
+        held = None if book.packing is None else _held(book, recording, text, given, bounds)
+        passes.append(book.judge(given, held=held))  # type: ignore[arg-type]
     return passes
+
+
+def _held(
+    book: Textbook, recording: Recording, text: int, given: Sequence[tuple[Tensor, ...]], bounds: Bounds
+) -> list[Held]:
+    """What an engine held of a text's packed blocks when it was first seen, for each layer."""
+    assert book.packing is not None
+    found: list[Held] = []
+    for layer, (_, k, v) in enumerate(given):
+        keys, values = torch.full_like(k, torch.nan, dtype=torch.float32), torch.full_like(v, torch.nan).float()
+        for snapshot in (s for s in recording.snapshots if s.text == text):
+            held = torch.tensor(snapshot.positions[layer], dtype=torch.long)
+            full = book.packing.num_full(len(k) if not len(held) else int(held[-1]) + 1)
+            for into, there in ((keys, snapshot.keys[layer]), (values, snapshot.values[layer])):
+                sealed = (held < full) & into[held].isnan().flatten(1).all(1)
+                into[held[sealed]] = there[sealed].float()
+        found.append((keys, values, bounds.keys[layer], bounds.values[layer]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,7 @@ def find_symptoms(book: Textbook, recording: Recording, passes: Sequence[Pass], 
     for layer in range(book.config.num_layers):
         right = torch.stack([passes[row.text].outputs[layer][row.position] for row in rows])
         reads = _differing(rows, _gather(recording, "attn_out", layer), right, bounds.outputs[layer])
-        stored = _wrong_stored(recording, passes, bounds, layer)
+        stored = _wrong_stored(book, recording, passes, bounds, layer)
         if reads or stored:
             return Symptoms(layer, [], stored, reads, [])
     last = decoder.logits(_gather(recording, "final_norm", -1))
@@ -172,20 +191,25 @@ def _differing(rows: Sequence[Row], ours: Tensor, theirs: Tensor, bound: float) 
     return [row for row, right in zip(rows, within.tolist(), strict=True) if not right]
 
 
-def _wrong_stored(recording: Recording, passes: Sequence[Pass], bounds: Bounds, layer: int) -> list[WrongStored]:
+def _wrong_stored(
+    book: Textbook, recording: Recording, passes: Sequence[Pass], bounds: Bounds, layer: int
+) -> list[WrongStored]:
     found: dict[tuple[int, int], WrongStored] = {}
     for snapshot in recording.snapshots:
         held = snapshot.positions[layer]
         if not held:
             continue
         right = passes[snapshot.text]
-        wrong = [
-            _rows_that_differ(is_there[layer], should_be[layer][held], bound)
-            for is_there, should_be, bound in (
-                (snapshot.keys, right.stored_keys, bounds.keys[layer]),
-                (snapshot.values, right.stored_values, bounds.values[layer]),
-            )
-        ]
+        wrong = []
+        for is_there, should_be, kept, bound in (
+            (snapshot.keys, right.stored_keys, right.kept_keys, bounds.keys[layer]),
+            (snapshot.values, right.stored_values, right.kept_values, bounds.values[layer]),
+        ):
+            should = should_be[layer]
+            if book.packing is not None:  # full blocks hold what was kept of them, the last one is exact
+                full = book.packing.num_full(held[-1] + 1)
+                should = torch.cat((kept[layer][:full], should[full:].float()))
+            wrong.append(_rows_that_differ(is_there[layer], should[held], bound))
         for index in (wrong[0] | wrong[1]).nonzero().flatten().tolist():
             found.setdefault(
                 (snapshot.text, held[index]),

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvine.config import CacheConfig
+from kvine.config import CacheConfig, is_packed
 from kvine.evidence.exact_products import with_exact_product
+from kvine.evidence.traps.packing import Packing
 from kvine.models.load import LoadedModel
 from kvine.rope_scaling import attention_scaling, inverse_frequencies
 
+# What an engine holds of a layer's keys and values, [N, Hkv, D] each, NaN where that is not known, and their bounds.
+Held = tuple[Tensor, Tensor, float, float]
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -86,7 +89,9 @@ class Pass:
 
     Attributes:
         queries, keys, values: for each layer [N, H, D], not rotated: what attention was given.
-        stored_keys, stored_values: for each layer [N, Hkv, D], as a cache has to hold them.
+        stored_keys, stored_values: for each layer [N, Hkv, D], as a cache has to hold them; of packed blocks, before
+            they are full.
+        kept_keys, kept_values: the same for those who read full blocks; other than those only where these are packed.
         outputs: for each layer the attention block's output, [N, hidden].
     """
 
@@ -95,6 +100,8 @@ class Pass:
     values: list[Tensor]
     stored_keys: list[Tensor]
     stored_values: list[Tensor]
+    kept_keys: list[Tensor]
+    kept_values: list[Tensor]
     outputs: list[Tensor]
 
     def __len__(self) -> int:
@@ -112,7 +119,8 @@ class Textbook:
     def __init__(self, model: LoadedModel, cache: CacheConfig) -> None:
         self.model = model
         self.config = config = model.config
-        self.storage = model.dtype if cache.kv_dtype == "exact" else STORED[cache.kv_dtype]
+        self.packing = Packing(cache) if is_packed(cache.codecs[0]) else None
+        self.storage = STORED.get(cache.kv_dtype, model.dtype)
         self.rules: list[LayerRule] = []
         for layer in config.layers:
             given = cache.window is not None and (layer.window is None or cache.window < layer.window)
@@ -130,27 +138,37 @@ class Textbook:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             given.append((q, k, v))
-            return self._attend_all(layer, q, *self.stored(layer, k, v, torch.arange(len(k))), torch.float64)
+            stored = self.stored(layer, k, v, torch.arange(len(k)))
+            return self._attend_all(layer, q, stored, self._kept(stored, None), torch.float64)
 
         ids = torch.tensor(token_ids)
         self.model.decoder.forward(ids, torch.arange(len(ids)), attend)
         return given
 
     @torch.inference_mode()
-    def judge(self, given: Sequence[tuple[Tensor, Tensor, Tensor]], arithmetic: torch.dtype = torch.float64) -> Pass:
+    def judge(
+        self,
+        given: Sequence[tuple[Tensor, Tensor, Tensor]],
+        arithmetic: torch.dtype = torch.float64,
+        held: Sequence[Held] | None = None,
+    ) -> Pass:
         """What each layer's attention has to make of the q, k and v that it was given.
 
         Args:
             given: q, k and v of each layer, [N, H, D] and not rotated.
             arithmetic: dtype of scores and sums.
+            held: for each layer what the engine holds of packed blocks.
         """
         stored = [self.stored(layer, k, v, torch.arange(len(k))) for layer, (_, k, v) in enumerate(given)]
+        kept = [self._kept(both, held[layer] if held else None) for layer, both in enumerate(stored)]
         outputs = [
-            self.block_output(layer, self._attend_all(layer, q, *stored[layer], arithmetic))
+            self.block_output(layer, self._attend_all(layer, q, stored[layer], kept[layer], arithmetic))
             for layer, (q, _, _) in enumerate(given)
         ]
         qs, ks, vs = (list(column) for column in zip(*given, strict=True))
-        return Pass(qs, ks, vs, [k for k, _ in stored], [v for _, v in stored], outputs)
+        stored_k, stored_v = (list(column) for column in zip(*stored, strict=True))
+        kept_k, kept_v = (list(column) for column in zip(*kept, strict=True))
+        return Pass(qs, ks, vs, stored_k, stored_v, kept_k, kept_v, outputs)
 
     def rotate(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """`x` [N, H, D] at `positions` [N], as complex numbers of dimension i and i + R / 2; fp64."""
@@ -213,15 +231,41 @@ class Textbook:
             x = x.float().clamp(-65504.0, 65504.0)
         return x.to(self.storage)
 
-    def _attend_all(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, arithmetic: torch.dtype) -> Tensor:
-        """Every row of one text over stored keys and values, all at once; [N, Hq, D] in q's dtype."""
+    def _kept(self, stored: tuple[Tensor, Tensor], held: Held | None) -> tuple[Tensor, Tensor]:
+        """What later blocks read of stored keys and values."""
+        if self.packing is None:
+            return stored
+        keys, values, key_bound, value_bound = held or (None, None, 0.0, 0.0)
+        return (
+            self.packing.kept(stored[0], keys, key_bound, keys=True),
+            self.packing.kept(stored[1], values, value_bound, keys=False),
+        )
+
+    def _attend_all(
+        self,
+        layer: int,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor],
+        kept: tuple[Tensor, Tensor],
+        arithmetic: torch.dtype,
+    ) -> Tensor:
+        """Every row of one text over keys and values, all at once; [N, Hq, D] in q's dtype.
+
+        A row reads its own block as `stored` has it, and earlier ones as `kept` does.
+        """
         rule, n = self.rules[layer], len(q)
         positions = torch.arange(n)
-        k, v = (x.to(q.dtype).to(arithmetic)[:, self.heads] for x in (keys, values))  # [N, Hq, D]
+        k, v = (x.to(q.dtype).to(arithmetic)[:, self.heads] for x in stored)  # [N, Hq, D]
+        if self.packing is not None:
+            kept_k, kept_v = (x.to(arithmetic)[:, self.heads] for x in kept)
+            own = positions[:, None] // self.packing.size == positions // self.packing.size  # [N, N]
 
         def scores_at(places: Tensor) -> Tensor:  # [Hq, N, N]
             rotated = self.rotate(layer, q, places).to(q.dtype).to(arithmetic)
-            return torch.einsum("qhd,khd->hqk", rotated, k)
+            scores = torch.einsum("qhd,khd->hqk", rotated, k)
+            if self.packing is None:
+                return scores
+            return torch.where(own, scores, torch.einsum("qhd,khd->hqk", rotated, kept_k))
 
         scores = scores_at(positions)
         if rule.moves_sinks:
@@ -235,4 +279,7 @@ class Textbook:
         for p in range(n):
             seen[p, rule.visible(p)] = True
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        if self.packing is None:
+            return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out = torch.einsum("hqk,khd->qhd", weights * own, v) + torch.einsum("hqk,khd->qhd", weights * ~own, kept_v)
+        return out.to(q.dtype)

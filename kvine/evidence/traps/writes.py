@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvine.evidence.traps.packing import Packing
 from kvine.evidence.traps.scene import Scene
 from kvine.evidence.traps.symptoms import WrongStored
 from kvine.evidence.traps.textbook import STORED
@@ -75,6 +76,10 @@ def _origin(scene: Scene, item: WrongStored) -> Origin:
     row = _row(scene, item)
     if not row.key.any() and not row.value.any():
         return Origin("unwritten")
+    if scene.book.packing is not None and item.position < scene.book.packing.num_full(
+        item.snapshot.positions[0][-1] + 1
+    ):
+        return _scaled(scene, scene.book.packing, item, row) or Origin("unknown")
     for explain in (_rotated, _moved, _half_moved, _paired_otherwise, _reinterpreted, _altered, _turned, _rounded):
         origin = explain(scene, item, row)
         if origin is not None:
@@ -103,6 +108,25 @@ def _close(scene: Scene, ours: Tensor, theirs: Tensor, bounds: Sequence[float]) 
 
 
 # -- origins -----------------------------------------------------------------------------------------------------------
+
+
+def _scaled(scene: Scene, packing: Packing, item: WrongStored, row: StoredRow) -> Origin | None:
+    """The right codes of a packed block, with the scales and minima of another block of the text."""
+    own = scene.passes[item.snapshot.text]
+    layer, size, at = scene.layer, packing.size, item.position
+    for other in range(at % size, packing.num_full(len(own)), size):
+        fits = other != at
+        for ours, stored, bounds, keys in (
+            (row.key, own.stored_keys, scene.bounds.keys, True),
+            (row.value, own.stored_values, scene.bounds.values, False),
+        ):
+            least, step, codes = packing.grid(stored[layer], keys=keys)
+            taken = least[other] + step[other] * codes[at]
+            # Rounding may have counted one step more or less.
+            fits = fits and bool(((ours - taken).abs() <= 1.01 * step[other] + bounds[layer]).all())
+        if fits:
+            return Origin("scaled", other // size - at // size)
+    return None
 
 
 def _moved(scene: Scene, item: WrongStored, row: StoredRow) -> Origin | None:
@@ -236,6 +260,11 @@ _VERDICTS: dict[str, Callable[[Scene, _Known], tuple[str, str]]] = {
     "half moved": _simple("values-misaligned", "keys are right, and the values beside them are other tokens' or none"),
     "interleaved": _simple("rope-pairs-interleaved", "keys equal those rotated in pairs of neighbours"),
     "turned": _simple("rotation-wrong", "keys have the right lengths in every pair, and other angles"),
+    "scaled": lambda scene, known: (
+        "scales-of-another-block",
+        f"codes are right, with the scales of the block {', '.join(sorted({f'{int(o.value):+d}' for _, o in known}))} "
+        "from their own",
+    ),
     "bits": _simple("bits-reinterpreted", "read as another dtype, the stored bits are right"),
     "altered": _simple("keys-or-values-altered", "what is stored is right but for a factor or an exchange"),
     "rounded": _simple("cache-narrower-than-intended", "what is stored is right in its first bits only"),
