@@ -18,6 +18,7 @@ from kvine.engine.engine import Engine
 from kvine.engine.runner import Runner
 from kvine.engine.stepped import SteppedCache
 from kvine.evidence.cells.quantizer import block_loss
+from kvine.spans import Spans
 
 TEXT = random.Random(1).choices(range(3, VOCAB), k=30)
 OTHER = random.Random(2).choices(range(3, VOCAB), k=14)
@@ -27,7 +28,10 @@ RETENTION: dict[str, dict[str, Any]] = {
     "window": {"window": WINDOW},
     "sinks": {"window": WINDOW, "sink_tokens": SINKS},
     "in_cache": {"window": WINDOW, "sink_tokens": SINKS, "sink_rule": "in_cache"},
+    "global": {"window": WINDOW, "sink_tokens": 1, "global_tokens": ((4, 6), (9, 10))},
+    "pinned": {"window": WINDOW},
 }
+PINNED: dict[str, Spans] = {"pinned": ((3, 5), (8, 9))}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "arch": ("llama", "gemma3"),
     "retention": tuple(RETENTION),
@@ -68,6 +72,10 @@ class Combination:
     beams: int
     store: bool
     backend: str
+
+    @property
+    def pinned(self) -> Spans:
+        return PINNED.get(self.retention, ())
 
     @property
     def cache(self) -> CacheConfig:
@@ -128,8 +136,8 @@ def tiny(arch: str) -> Tiny:
 class Oracle:
     """What a model makes of whole texts without a cache, with what the cache of a combination would lose of them."""
 
-    def __init__(self, model: Tiny, cache: CacheConfig, *, lossy: bool = True) -> None:
-        attention = dense_attention(model.model, cache, loss=block_loss(cache) if lossy else None)
+    def __init__(self, model: Tiny, cache: CacheConfig, pinned: Spans = (), *, lossy: bool = True) -> None:
+        attention = dense_attention(model.model, cache, loss=block_loss(cache) if lossy else None).pinning(pinned)
         self._runner = DenseRunner(model.model.decoder, attention, model.model.device)
         self._known: dict[tuple[int, ...], Tensor] = {}
 
@@ -161,17 +169,17 @@ def same(oracle: Oracle, exact: Oracle, text: Sequence[int], logits: Tensor, wha
     assert off <= bound(oracle, exact, text, len(logits)), f"{what}: off by {off:.2g}"
 
 
-def stepped_on(engine: Engine, tokens: Sequence[int]) -> SteppedCache:
+def stepped_on(engine: Engine, tokens: Sequence[int], pinned: Spans = ()) -> SteppedCache:
     """A cache that begins with what is held of `tokens` already."""
     runner = engine.parts.runner
     assert isinstance(runner, Runner)
-    namespace = engine.parts.namespace(None)
-    return SteppedCache(runner, engine.config, engine.parts.max_context, engine.manager.open(tokens, namespace))
+    sequence = engine.manager.open(tokens, engine.parts.namespace(None, pinned), pinned)
+    return SteppedCache(runner, engine.config, engine.parts.max_context, sequence)
 
 
 @functools.cache
 def exact_oracle(arch: str, retention: str) -> Oracle:
-    return Oracle(tiny(arch), CacheConfig(**RETENTION[retention]), lossy=False)
+    return Oracle(tiny(arch), CacheConfig(**RETENTION[retention]), PINNED.get(retention, ()), lossy=False)
 
 
 def block_bytes(model: Tiny, keys: str, values: str, size: int) -> tuple[int, int]:
@@ -196,9 +204,11 @@ def bytes_needed(c: Combination, length: int) -> int:
     total = 0
     for layer in tiny(c.arch).model.config.layers:
         given = RETENTION[c.retention].get("window")
-        sinks = RETENTION[c.retention].get("sink_tokens", 0) if layer.window is None else 0
+        options = RETENTION[c.retention] if layer.window is None else {}
+        runs = ((0, options.get("sink_tokens", 0)), *options.get("global_tokens", ()), *(c.pinned if options else ()))
+        kept = {p for run in runs for p in range(*run)}
         window = min(w for w in (layer.window, given, length + 1) if w is not None)
-        seen = {p // c.block_size for p in range(length) if p > length - window or p < sinks}
+        seen = {p // c.block_size for p in range(length) if p > length - window or p in kept}
         seen.discard(length // c.block_size)
         total += len(seen) * full + (length % c.block_size > 0) * opened
     return total

@@ -19,6 +19,7 @@ from kvine.evidence.cells.beams import RecordingEngine, SearchStep
 from kvine.evidence.cells.setup import Setup
 from kvine.evidence.paths import HeldSampler, Record
 from kvine.sampling.params import SamplingParams
+from kvine.spans import clipped
 
 STEPS_PER_TOKEN = 20  # more than any healthy engine takes, preemption included
 HEAD_START = 2  # steps that mates are ahead
@@ -81,7 +82,8 @@ class Stage:
         """Serves the requests that came before, to their end."""
         for other in self.setup.earlier:
             if ids := other(self.ids, self.setup.cache.block_size):
-                request = self.engine.add(ids, SamplingParams(max_tokens=1, ignore_eos=True))
+                pinned = clipped(self.setup.pinned, 0, len(ids))
+                request = self.engine.add(ids, SamplingParams(max_tokens=1, ignore_eos=True), pinned=pinned)
                 self._run_until(request)
 
     def start_mates(self) -> None:
@@ -100,13 +102,14 @@ class Stage:
 
     def queue(self) -> None:
         """Computes the text as a request, which gives way now and then if it is to."""
-        self._run_until(self.engine.add(self.ids, self._params), self.setup.preempt_every)
+        self._run_until(self.engine.add(self.ids, self._params, pinned=self.setup.pinned), self.setup.preempt_every)
 
     def open(self) -> SteppedCache:
         """A cache stepped by hand, which begins with what of the prompt was found."""
         runner = self.parts.runner
         assert isinstance(runner, Runner)
-        sequence = self.parts.manager.open(self.ids, self.parts.namespace(None))
+        pinned = self.setup.pinned
+        sequence = self.parts.manager.open(self.ids, self.parts.namespace(None, pinned), pinned)
         self.cached_tokens = sequence.num_tokens
         return SteppedCache(runner, self.setup.engine, self.parts.max_context, sequence)
 

@@ -20,6 +20,7 @@ from kvine.evidence.locate import StateTrace
 from kvine.evidence.paths import Record
 from kvine.evidence.row_split import split_logits, whole_logits
 from kvine.models.load import LoadedModel
+from kvine.spans import Spans
 
 UNSTEADY = 4.0  # times as far may rounding move what a window without sinks has cut off from its beginning
 # Of the logits' range, what numbers that fall to the other of two steps may move them: a few of those that are packed.
@@ -61,7 +62,7 @@ class Oracle:
         """What a cell is compared with."""
         cache = setup.cache
         size = cache.block_size if _packs(cache) else None  # where a block ends matters only to what packs it
-        kept = (cache.window, cache.sink_tokens, cache.sink_rule, cache.global_tokens)
+        kept = (cache.window, cache.sink_tokens, cache.sink_rule, cache.global_tokens, setup.pinned)
         key = (setup.prompt, kept, cache.kv_dtype, size)
         if key not in self._references:
             self._references[key] = self._compute(setup)
@@ -70,14 +71,16 @@ class Oracle:
     def reference_of_others(self, setup: Setup) -> Reference:
         """What a cell by another library is compared with: such a one may compute angles in fp32."""
         reference, (ids, count) = self.reference(setup), _text(setup)
-        coarse = whole_logits(with_coarse_angles(self._dense(setup.cache)), ids, count)[:, : self.vocab_size]
+        coarse = whole_logits(with_coarse_angles(self._dense(setup.cache, setup.pinned)), ids, count)[
+            :, : self.vocab_size
+        ]
         off = MARGIN * float((coarse - reference.record.logits).abs().max())
         rounding = reference.rounding
         return replace(reference, rounding=replace(rounding, bound=max(rounding.bound, min(off, rounding.limit))))
 
     def after(self, setup: Setup, lines: Sequence[Line]) -> dict[Line, Tensor]:
         """Logits [vocabulary] of the token after each of these texts behind the prompt, and after their beginnings."""
-        dense, found = self._dense(setup.cache), {}
+        dense, found = self._dense(setup.cache, setup.pinned), {}
         for line in longest(lines):
             rows = whole_logits(dense, [*setup.prompt.ids, *line], len(line) + 1)[:, : self.vocab_size]
             found.update({line[:count]: row for count, row in enumerate(rows)})
@@ -86,11 +89,11 @@ class Oracle:
     def trace(self, setup: Setup) -> StateTrace:
         """All hidden states of a cell's text."""
         ids, count = _text(setup)
-        return StateTrace(self._dense(setup.cache), ids, count, self._model.dtype)
+        return StateTrace(self._dense(setup.cache, setup.pinned), ids, count, self._model.dtype)
 
     def _compute(self, setup: Setup) -> Reference:
         ids, count = _text(setup)
-        dense = self._dense(setup.cache)
+        dense = self._dense(setup.cache, setup.pinned)
         logits = whole_logits(dense, ids, count)[:, : self.vocab_size]
         controls = [split_logits(dense, ids, count, self._model.dtype)[:, : self.vocab_size]]
         if (other := with_exact_products(dense)) is not None:
@@ -101,7 +104,7 @@ class Oracle:
         if _packs(setup.cache) or self._keep(setup.cache) is not None:
             # Whether a value lies above or below the middle of two that can be stored is up to rounding too, and a
             # single one that falls the other way shows in no control. All together they make less than the loss.
-            exact = whole_logits(self._dense(replace(setup.cache, kv_dtype="exact")), ids, count)
+            exact = whole_logits(self._dense(replace(setup.cache, kv_dtype="exact"), setup.pinned), ids, count)
             loss = float((exact[:, : self.vocab_size] - logits).abs().max())
             rounding = replace(rounding, bound=max(MARGIN * rounding.measured, rounding.bound, loss))
         return Reference(record, rounding)
@@ -122,12 +125,12 @@ class Oracle:
         unsteady = cache.window is not None and cache.sink_tokens == 0
         return UNSTEADY * share if unsteady else share
 
-    def _dense(self, cache: CacheConfig) -> DenseRunner:
+    def _dense(self, cache: CacheConfig, pinned: Spans = ()) -> DenseRunner:
         keep, loss = self._keep(cache), None
         if _packs(cache) or (keep is not None and cache.sink_rule == "in_cache" and cache.sink_tokens):
             keep, loss = None, block_loss(cache)
         attention: DenseAttention = dense_attention(self._model, cache, keep=keep, loss=loss)
-        return DenseRunner(self._model.decoder, attention, self._model.device)
+        return DenseRunner(self._model.decoder, attention.pinning(pinned), self._model.device)
 
     def _keep(self, cache: CacheConfig) -> Callable[[Tensor], Tensor] | None:
         """What a lossy cache makes of a value, written apart from `kvine.cache.codec`."""

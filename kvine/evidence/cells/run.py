@@ -180,7 +180,7 @@ def _parts(bench: Bench, setup: Setup) -> EngineParts:
     size = setup.cache.block_size
     others = [other(setup.prompt.ids, size) for other in (*setup.earlier, *setup.mates)]
     longest = max(len(ids) for ids in [setup.prompt.ids, *others]) + len(setup.prompt.text) + HEAD_START
-    shelves = shelves_of(specs)
+    shelves = shelves_of(specs, setup.pinned)
     step, beams, shared = setup.engine.max_step_tokens, setup.num_beams, len(setup.prompt.ids)
     blocks = [shelf.max_live_blocks(longest, step) + 1 for shelf in shelves]  # one to copy to
     if beams > 1:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvine.config import CacheConfig, EngineConfig
 from kvine.engine.engine import EngineParts
+from kvine.spans import Spans
 
 if TYPE_CHECKING:
     from kvine.evidence.cells.drive import History
@@ -43,6 +44,7 @@ class Setup:
         preempt_every: after so many steps the text gives its blocks up; None lets it keep them.
         tight: whether the cache has room for this text alone.
         num_beams: lines of a beam search by which the text comes about; 1 reads the prompt's own text.
+        pinned: positions of the prompt that stay visible whatever the windows.
         on_disk: whether the requests before it are served by another engine, which leaves its blocks in a store.
         expects_hit: whether the beginning of the prompt must be found in the cache.
         exchange: exchange parts of the engine, in order.
@@ -58,6 +60,7 @@ class Setup:
     preempt_every: int | None = None
     tight: bool = False
     num_beams: int = 1
+    pinned: Spans = ()
     on_disk: bool = False
     expects_hit: bool = False
     exchange: tuple[Callable[[EngineParts], EngineParts], ...] = ()

@@ -230,13 +230,15 @@ def codec(scope: Scope) -> Factor:
 
 @register
 def window(scope: Scope) -> Factor:
-    """What a query sees: all, a window, or beside it sinks, at their own distance or in the cache, or global tokens."""
+    """What a query sees: all, a window, or beside it sinks (at their own distance or in the cache), global tokens, pins."""
+    kept = ((SINKS, 2 * SINKS),)
     options: dict[str, dict[str, Any]] = {
         "none": {},
         "window": {"window": WINDOW},
         "sinks": {"window": WINDOW, "sink_tokens": SINKS},
         "in_cache": {"window": WINDOW, "sink_tokens": SINKS, "sink_rule": "in_cache"},
-        "global": {"window": WINDOW, "global_tokens": ((SINKS, 2 * SINKS),)},
+        "global": {"window": WINDOW, "global_tokens": kept},
+        "pinned": {"window": WINDOW},
     }
 
     def takes_effect(values: Values) -> bool:
@@ -244,9 +246,19 @@ def window(scope: Scope) -> Factor:
         return values.get("window") == "none" or read is None or len(read.ids) > WINDOW + SINKS
 
     if scope.quick:
-        del options["window"], options["global"]
-    levels = _levels(tuple(options), lambda setup, name: _cache(setup, **options[name]))
-    return Factor("window", levels, takes_effect=takes_effect)
+        for name in ("window", "global", "pinned"):
+            del options[name]
+
+    def apply(setup: Setup, name: str) -> Setup:
+        return replace(_cache(setup, **options[name]), pinned=kept if name == "pinned" else ())
+
+    def refuse(values: Values) -> str | None:
+        read = values.get("prompt")
+        if values.get("window") == "pinned" and read is not None and len(read.ids) < 2 * SINKS:
+            return f"The prompt has {len(read.ids)} tokens: too short to pin some behind its first {SINKS}."
+        return None
+
+    return Factor("window", _levels(tuple(options), apply), refuse, takes_effect=takes_effect)
 
 
 def _named(values: Mapping[str, Any], apply: Callable[[Setup, Any], Setup]) -> tuple[Level, ...]:
