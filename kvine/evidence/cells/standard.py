@@ -230,7 +230,7 @@ def codec(scope: Scope) -> Factor:
 
 @register
 def window(scope: Scope) -> Factor:
-    """What a query sees: all, a window, or beside it sinks (at their own distance or in the cache), global tokens, pins."""
+    """What a query sees: all, a window, or beside it sinks (at their distance or in the cache), global tokens, pins."""
     kept = ((SINKS, 2 * SINKS),)
     options: dict[str, dict[str, Any]] = {
         "none": {},
