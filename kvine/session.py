@@ -169,7 +169,7 @@ class Session:
 
     def fork(self) -> "Session":
         """A second session with the same text; blocks are shared until one of the two writes."""
-        with self._llm.lock:
+        with self._llm.lock, uninterrupted():
             return Session(self._llm, self._texts.fork(self._usable()), self.note)
 
     def edit(self, start: int, stop: int, new: str | Sequence[int]) -> None:
@@ -219,7 +219,7 @@ class Session:
             memories = PoolBytes(runner.attention.pools)
             return write_snapshot(Path(path), origin, text.tokens, sequence, manager, memories, note)
         finally:
-            with self._llm.lock:
+            with self._llm.lock, uninterrupted():
                 text.end(None)
                 self._texts.keep(text, sequence)
 
@@ -292,8 +292,9 @@ class Session:
         return running
 
     def _change(self, tokens: list[int]) -> None:
-        self._texts.change(self._text, tokens)
-        self._runner.give_back()
+        with uninterrupted():
+            self._texts.change(self._text, tokens)
+            self._runner.give_back()
 
 
 def load_session(llm: "LLM", path: Path) -> Session:
@@ -308,6 +309,7 @@ def load_session(llm: "LLM", path: Path) -> Session:
             "raise kv_memory."
         )
     with llm.lock, uninterrupted():
+        runner.make_copies()  # what is to be copied must not be copied over what is loaded
         texts = llm.engine.scheduler.held
         sequence = restore(manager, memories, origin.namespace, snapshot, texts.give_way)
         if sequence is None:
