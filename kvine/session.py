@@ -2,13 +2,14 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvine.cache.block_bytes import PoolBytes
+from kvine.cache.sequence import CachedSequence
 from kvine.cache.snapshot import Origin, read_snapshot, restore, write_snapshot
 from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.held import HeldText
@@ -209,19 +210,8 @@ class Session:
             SessionError: if it cannot be written; a file that was there is as it was.
         """
         self._compute(self.tokens)
-        manager, runner = self._llm.engine.manager, self._runner
-        with self._llm.lock:
-            text, origin = self._usable(), _origin(self._llm)
-            text.begin(text.tokens, grows=False)
-            sequence = self._texts.lend(text) or manager.open((), origin.namespace)
-            runner.make_copies()
-        try:  # the blocks are this session's, or shared and therefore not written to: others may go on meanwhile
-            memories = PoolBytes(runner.attention.pools)
-            return write_snapshot(Path(path), origin, text.tokens, sequence, manager, memories, note)
-        finally:
-            with self._llm.lock, uninterrupted():
-                text.end(None)
-                self._texts.keep(text, sequence)
+        memories = PoolBytes(self._runner.attention.pools)
+        return write_snapshot(Path(path), _origin(self._llm), self._borrowed, self._llm.engine.manager, memories, note)
 
     def close(self) -> None:
         """Ends the session and what it generates. What it held stays cached for later requests while there is room."""
@@ -254,6 +244,22 @@ class Session:
         if self._text.busy:
             raise RequestError("A text is still being generated in this session: take all of it, or close it, first.")
         return self._text
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[tuple[list[int], CachedSequence]]:
+        """The text and its sequence while nobody changes the cache."""
+        manager = self._llm.engine.manager
+        with self._llm.lock:
+            text = self._usable()
+            self._runner.make_copies()
+            if text.sequence is not None:
+                yield text.tokens, text.sequence
+                return
+            nothing = manager.open((), self._llm.parts.namespace(None))
+            try:
+                yield text.tokens, nothing
+            finally:
+                manager.release(nothing, keep_tail=False)
 
     def _encode(self, more: str | Sequence[int], *, at: int) -> list[int]:
         if isinstance(more, str):
