@@ -2,13 +2,14 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvine.cache.block_bytes import PoolBytes
+from kvine.cache.sequence import CachedSequence
 from kvine.cache.snapshot import Origin, read_snapshot, restore, write_snapshot
 from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.held import HeldText
@@ -175,7 +176,7 @@ class Session:
 
     def fork(self) -> "Session":
         """A second session with the same text; blocks are shared until one of the two writes."""
-        with self._llm.lock:
+        with self._llm.lock, uninterrupted():
             return Session(self._llm, self._texts.fork(self._usable()), self.note)
 
     def edit(self, start: int, stop: int, new: str | Sequence[int]) -> None:
@@ -215,21 +216,8 @@ class Session:
             SessionError: if it cannot be written; a file that was there is as it was.
         """
         self._compute(self.tokens)
-        manager, runner = self._llm.engine.manager, self._runner
-        with self._llm.lock:
-            text, origin = self._usable(), _origin(self._llm)
-            text.begin(text.tokens, grows=False)
-            sequence = self._texts.lend(text)
-            if sequence is None:
-                sequence = manager.open((), origin.namespace(text.pinned), text.pinned)
-            runner.make_copies()
-        try:  # the blocks are this session's, or shared and therefore not written to: others may go on meanwhile
-            memories = PoolBytes(runner.attention.pools)
-            return write_snapshot(Path(path), origin, text.tokens, sequence, manager, memories, note)
-        finally:
-            with self._llm.lock:
-                text.end(None)
-                self._texts.keep(text, sequence)
+        memories = PoolBytes(self._runner.attention.pools)
+        return write_snapshot(Path(path), _origin(self._llm), self._borrowed, self._llm.engine.manager, memories, note)
 
     def close(self) -> None:
         """Ends the session and what it generates. What it held stays cached for later requests while there is room."""
@@ -262,6 +250,22 @@ class Session:
         if self._text.busy:
             raise RequestError("A text is still being generated in this session: take all of it, or close it, first.")
         return self._text
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[tuple[list[int], CachedSequence]]:
+        """The text and its sequence while nobody changes the cache."""
+        manager = self._llm.engine.manager
+        with self._llm.lock:
+            text = self._usable()
+            self._runner.make_copies()
+            if text.sequence is not None:
+                yield text.tokens, text.sequence
+                return
+            nothing = manager.open((), self._llm.parts.namespace(None, text.pinned), text.pinned)
+            try:
+                yield text.tokens, nothing
+            finally:
+                manager.release(nothing, keep_tail=False)
 
     def _encode(self, more: str | Sequence[int], *, at: int) -> list[int]:
         if isinstance(more, str):
@@ -300,8 +304,9 @@ class Session:
         return running
 
     def _change(self, tokens: list[int]) -> None:
-        self._texts.change(self._text, tokens)
-        self._runner.give_back()
+        with uninterrupted():
+            self._texts.change(self._text, tokens)
+            self._runner.give_back()
 
 
 def load_session(llm: "LLM", path: Path) -> Session:
@@ -316,6 +321,7 @@ def load_session(llm: "LLM", path: Path) -> Session:
             "raise kv_memory."
         )
     with llm.lock, uninterrupted():
+        runner.make_copies()  # what is to be copied must not be copied over what is loaded
         texts = llm.engine.scheduler.held
         sequence = restore(manager, memories, origin, snapshot, texts.give_way)
         if sequence is None:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -348,9 +349,9 @@ def test_a06_any_act_matches_a_cold_run(th: Path, tmp_path: Path, **life: Any) -
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=200, deadline=None, suppress_health_check=QUIET)
 @given(**LIVES)
-def test_a06_six_hundred_lives(th: Path, tmp_path: Path, **life: Any) -> None:
+def test_a06_two_hundred_lives(th: Path, tmp_path: Path, **life: Any) -> None:
     live(th, tmp_path, **life)
 
 
@@ -512,6 +513,28 @@ def test_sessions_that_run_side_by_side_preempt_each_other_and_end(tl: Path) -> 
     assert llm.engine.scheduler.num_preemptions > 0
     assert answers == [cold(TEXT[n : n + 20], 20) for n in (0, 40, 80)]
     llm.engine.manager.check()
+
+
+def test_threads_go_on_with_sessions_of_their_own_and_with_one(tl: Path, tmp_path: Path) -> None:
+    llm, cold = small(tl, 24), Cold(tl, BLOCKS)
+    shared = llm.session(TEXT[150:165])
+
+    def live(number: int) -> tuple[list[int], list[int]]:
+        session = llm.session(TEXT[number : number + 12])
+        for turn in range(3):
+            session.generate(greedy(4), after=[number + turn + 5])
+            session.edit(3, 4, [number + 9])
+            session.save(tmp_path / str(number))
+            session = llm.load_session(tmp_path / str(number))
+            with suppress(RequestError):  # somebody else is at it
+                shared.append([number + 5])
+        return session.tokens, session.generate(greedy(4)).token_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        for tokens, answer in pool.map(live, range(4)):
+            assert answer == cold(tokens, 4)
+    continues_like(shared, cold)
+    assert TEXT[150:165] == shared.tokens[:15] and len(shared.tokens) > 15
 
 
 def test_what_never_fits_is_refused(tl: Path) -> None:

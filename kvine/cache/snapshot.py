@@ -11,7 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -28,7 +28,6 @@ _MAGIC = b"kvine-session "
 _VERSION_BYTES = 4
 _LENGTH_BYTES = 8
 _SUM_BYTES = 32
-_HEAD_BYTES = len(_MAGIC) + _VERSION_BYTES + _LENGTH_BYTES + _SUM_BYTES
 
 
 class Memories(Protocol):
@@ -92,8 +91,7 @@ def live_positions(shelves: Sequence[Shelf], num_tokens: int) -> list[tuple[int,
 def write_snapshot(
     path: Path,
     origin: Origin,
-    tokens: Sequence[int],
-    sequence: CachedSequence,
+    borrow: Callable[[], AbstractContextManager[tuple[Sequence[int], CachedSequence]]],
     manager: CacheManager,
     memories: Memories,
     note: Any = None,
@@ -103,8 +101,8 @@ def write_snapshot(
     Args:
         path: of the file; one that is there is replaced.
         origin: of the keys and values.
-        tokens: the text.
-        sequence: holds its beginning, of `manager`; copies that were asked for have been made.
+        borrow: gives the text and a sequence of `manager` that holds its beginning; nobody changes the cache meanwhile,
+            and copies that were asked for have been made. The disk is not waited for then.
         manager: whose blocks these are.
         memories: of its shelves.
         note: is kept beside it; anything that JSON can say.
@@ -112,29 +110,10 @@ def write_snapshot(
     Raises:
         SessionError: if it cannot be written; what was there before is as it was.
     """
-    held, namespace = live_positions(sequence.shelves, sequence.num_tokens), origin.namespace(sequence.pinned)
-    names = _names(namespace, sequence.tokens, manager.block_size)
-    header = {
-        "model": origin.model,
-        "weights": origin.weights,
-        "namespace": namespace.hex(),
-        "options": dict(origin.options),
-        "pinned": sequence.pinned,
-        "tokens": list(tokens),
-        "num_cached": sequence.num_tokens,
-        "blocks": [[shelf, at, _frame_bytes(names(shelf, at), memories.sizes(shelf))] for shelf, at in held],
-        "note": note,
-    }
     try:
         with _replacing(Path(os.path.realpath(path))) as file:
-            data = json.dumps(header, separators=(",", ":")).encode()
-            file.write(_MAGIC + FORMAT_VERSION.to_bytes(_VERSION_BYTES, "little"))
-            file.write(len(data).to_bytes(_LENGTH_BYTES, "little") + _checksum(data) + data)
-            for shelf, at in held:
-                filled = min(sequence.num_tokens - at * manager.block_size, manager.block_size)
-                block = sequence.tables[shelf][at]
-                parts = memories.save(shelf, block, None if filled == manager.block_size else filled)
-                file.write(frame(names(shelf, at), parts))
+            with borrow() as (tokens, sequence):
+                _write(file, origin, tokens, sequence, manager, memories, note)
             return file.tell()
     except OSError as error:
         raise SessionError(
@@ -240,6 +219,37 @@ def _names(namespace: bytes, tokens: Sequence[int], block_size: int) -> Callable
         return BlockName(found.namespace, found.parent, found.tokens, shelf)
 
     return name
+
+
+def _write(
+    file: BinaryIO,
+    origin: Origin,
+    tokens: Sequence[int],
+    sequence: CachedSequence,
+    manager: CacheManager,
+    memories: Memories,
+    note: Any,
+) -> None:
+    held, namespace = live_positions(sequence.shelves, sequence.num_tokens), origin.namespace(sequence.pinned)
+    names = _names(namespace, sequence.tokens, manager.block_size)
+    header = {
+        "model": origin.model,
+        "weights": origin.weights,
+        "namespace": namespace.hex(),
+        "options": dict(origin.options),
+        "pinned": sequence.pinned,
+        "tokens": list(tokens),
+        "num_cached": sequence.num_tokens,
+        "blocks": [[shelf, at, _frame_bytes(names(shelf, at), memories.sizes(shelf))] for shelf, at in held],
+        "note": note,
+    }
+    data = json.dumps(header, separators=(",", ":")).encode()
+    file.write(_MAGIC + FORMAT_VERSION.to_bytes(_VERSION_BYTES, "little"))
+    file.write(len(data).to_bytes(_LENGTH_BYTES, "little") + _checksum(data) + data)
+    for shelf, at in held:
+        filled = min(sequence.num_tokens - at * manager.block_size, manager.block_size)
+        parts = memories.save(shelf, sequence.tables[shelf][at], None if filled == manager.block_size else filled)
+        file.write(frame(names(shelf, at), parts))
 
 
 def _frame_bytes(name: BlockName, sizes: Sequence[int]) -> int:
