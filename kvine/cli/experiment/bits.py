@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "Relative errors, means over layers and heads. K or V: of the numbers themselves; scores: of queries and keys, "
-    "before softmax; weights: after it; outputs: of what attention brings. Only keys, or only values, are in fewer bits."
+    "before softmax; weights: after it; outputs: of what attention brings. Only keys, or only values, have fewer bits."
 )
 
 

@@ -22,6 +22,7 @@ def endless(
     window: Annotated[int, typer.Option(help="Tokens that a query sees beside sinks.")] = 512,
     sinks: Annotated[int, typer.Option(help="First tokens that stay visible.")] = 4,
     places: Annotated[int, typer.Option(help="Parts that are judged, evenly from the first token to the last.")] = 12,
+    piece: Annotated[int, typer.Option(help="Tokens of each part.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the sampler; the same for both texts.")] = 0,
     plot: PlotFile = None,
     json: Json = False,
@@ -32,13 +33,13 @@ def endless(
     """
     with ended_by_interrupt():
         from kvine.evidence.experiments.endless import check_endless, run_endless
-    check_endless(tokens, window, sinks, places)
+    check_endless(tokens, window, sinks, places, piece)
     llm = open_for_experiment(model, plot)
     from kvine.cli.evidence_progress import EvidenceProgress
 
     with EvidenceProgress() as progress:
         outcome = run_endless(
-            llm, tokens=tokens, window=window, sinks=sinks, places=places, seed=seed, progress=progress
+            llm, tokens=tokens, window=window, sinks=sinks, places=places, piece=piece, seed=seed, progress=progress
         )
     if plot is not None:
         from kvine.evidence.experiments.pictures import draw_endless
@@ -51,16 +52,30 @@ def endless(
 
 
 def endless_json(outcome: "Endless") -> dict[str, Any]:
-    """The outcome as `--json` prints it, the texts in `rows`."""
-    told = asdict(outcome)
-    return {name: told[name] for name in told if name != "written"} | {"rows": told["written"]}
+    """The outcome as `--json` prints it, the texts in `rows`, without their tokens."""
+    rows = [
+        {
+            "name": text.name,
+            "perplexity": text.perplexity,
+            "planned_bytes": text.planned,
+            "pieces": [asdict(piece) for piece in text.pieces],
+            "text": text.text,
+        }
+        for text in outcome.written
+    ]
+    told = ("model", "dtype", "packings", "device", "context", "tokens", "window", "sinks", "piece_tokens", "seed")
+    return {name: getattr(outcome, name) for name in told} | {"rows": rows}
 
 
 def show_endless(outcome: "Endless") -> None:
     """The outcome as a table, and what it says in sentences."""
     from rich.text import Text
 
-    lines = [f"{text.name} ends in: {text.text!r}" for text in outcome.written]
+    lines = [
+        f"{text.name}: perplexity {text.perplexity:,.1f} past the first place (geometric mean), at most "
+        f"{human_bytes(text.planned)} of K and V by plan. It ends in: {text.text!r}"
+        for text in outcome.written
+    ]
     lines.append(
         f"Perplexity: of {outcome.piece_tokens} tokens from there on, by the exact cache from an empty one. Repeated: "
         "share of 4 tokens in a row that stood before among them. K/V: the most held up to the next place."

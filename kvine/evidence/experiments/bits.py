@@ -228,7 +228,7 @@ def layer_errors(one: Attended, layouts: Sequence[PackedLayout]) -> list[Errors]
                 read = {"scores": lossy_scores, "weights": lossy_weights, "outputs": brought}
             for name, tensor in read.items():
                 sums[name][number] += _squares(tensor - exact[name])
-    relative = {name: (one_sum[:-1] / one_sum[-1]).sqrt().mean((1, 2)).tolist() for name, one_sum in sums.items()}
+    relative = {name: _share(total[:-1], total[-1]).mean((1, 2)).tolist() for name, total in sums.items()}
     return [
         Errors(
             _relative(one.keys if layout.part == "key" else one.values, lossy, layout),
@@ -258,7 +258,12 @@ def _relative(exact: Tensor, lossy: Tensor, layout: PackedLayout) -> float:
     """Of the tokens in full blocks, mean over heads."""
     full = exact.shape[1] // layout.block_size * layout.block_size
     lost, whole = (x[:, :full].double().square().sum((1, 2)) for x in (lossy - exact, exact))
-    return float((lost / whole).sqrt().mean())
+    return float(_share(lost, whole).mean())
+
+
+def _share(lost: Tensor, whole: Tensor) -> Tensor:
+    """Of squares, the root; 0 where there is nothing to lose."""
+    return (lost / whole.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
 
 def _squares(tensor: Tensor) -> Tensor:

@@ -59,13 +59,20 @@ class Written:
         name: of the way.
         pieces: in their order.
         planned: bytes of K and V that it can hold at most, however long it goes on, by the planner's formula.
+        ids: the tokens.
         text: the last words, for people.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     planned: int
+    ids: tuple[int, ...]
     text: str
+
+    @property
+    def perplexity(self) -> float:
+        """Of all pieces but the first, which the window may hold in whole: their geometric mean."""
+        return math.exp(fmean(math.log(piece.perplexity) for piece in self.pieces[1:]))
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ def check_endless(tokens: int, window: int, sinks: int, places: int, piece: int 
         raise RequestError(f"--sinks is {sinks:,}: give 1 or more, a window without any is written by beside them.")
     if places < 2:
         raise RequestError(f"--places is {places:,}: give 2 or more, the beginning and the end.")
+    if piece < 2 * GRAM:
+        raise RequestError(f"--piece is {piece:,}: give {2 * GRAM} or more.")
     if tokens < places * piece:
         raise RequestError(
             f"{tokens:,} tokens have no room for {places:,} parts of {piece:,}: raise --tokens, or lower --places."
@@ -125,9 +134,15 @@ def run_endless(
         progress: told now and then.
 
     Raises:
-        RequestError: for a number out of range.
+        RequestError: for a number out of range, or a part that the model cannot read in one go.
     """
     check_endless(tokens, window, sinks, places, piece)
+    params = SamplingParams(max_tokens=tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, ignore_eos=True)
+    if piece > llm.model.config.max_context - 1:
+        raise RequestError(
+            f"A part of {piece:,} tokens does not fit the model's context of {llm.model.config.max_context:,}, in "
+            "which it is judged: lower --piece."
+        )
     ways = {
         f"window={window},sinks={sinks},sink-rule=in_cache": CacheConfig(
             window=window, sink_tokens=sinks, sink_rule="in_cache"
@@ -138,7 +153,6 @@ def run_endless(
     written = []
     for name, cache in ways.items():
         planned = _most_bytes(llm, cache, len(llm.encode(prompt)) + tokens)
-        params = SamplingParams(max_tokens=tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, ignore_eos=True)
         ids, held = _write(llm, cache, planned, llm.encode(prompt), params, name, progress)
         pieces = tuple(
             Piece(
@@ -149,7 +163,7 @@ def run_endless(
             )
             for start, end in zip(starts, [*starts[1:], tokens], strict=True)
         )
-        written.append(Written(name, pieces, planned, llm.tokenizer.decode(ids[-64:])))
+        written.append(Written(name, pieces, planned, tuple(ids), llm.tokenizer.decode(ids[-64:])))
     return Endless(
         llm.source.name,
         DTYPE_NAMES[llm.model.dtype],
