@@ -29,17 +29,20 @@ from kvine.llm import LLM
 LENGTHS = (512, 4096, 8192)
 CODECS = ("fp16", "int8", "k8v4", "int4", "int4-token", "int2", "int2-token")
 WINDOWS = {512: (64, 256), 4096: (256, 1024), 8192: (256, 1024)}
-SINKS = "sinks=4,sink-rule=in-cache"
+IN_CACHE = ",sinks=4,sink-rule=in-cache"
+AT_ITS_PLACE = ",sinks=4"
+LONG = 8192  # from here on only those that matter are measured: each takes minutes
 STEPS = 48  # of decoding, the first not counted
 EVAL = "from kvine.cli.start import main; main()"
 
 
 def names(length: int) -> str:
     """The policies of a length, as `kvine eval` takes them."""
-    small, large = WINDOWS[length]
-    windows = [f"window={w}{kept}" for w in (small, large) for kept in ("", ",sinks=4", f",{SINKS}")]
-    both = [f"kv-dtype={codec},window={large},{SINKS}" for codec in ("int8", "int4")]
-    return "; ".join([*(f"kv-dtype={codec}" for codec in CODECS), *windows, *both])
+    codecs = [codec for codec in CODECS if length < LONG or codec in ("int8", "k8v4", "int4", "int2")]
+    kinds = ("", AT_ITS_PLACE, IN_CACHE) if length < LONG else ("", IN_CACHE)
+    windows = [f"window={window}{kind}" for window in WINDOWS[length] for kind in kinds]
+    both = [f"kv-dtype={codec},window={WINDOWS[length][-1]}{IN_CACHE}" for codec in ("int8", "int4")]
+    return "; ".join([*(f"kv-dtype={codec}" for codec in codecs), *windows, *both[length >= LONG :]])
 
 
 def policies(length: int) -> list[Policy]:

@@ -145,6 +145,16 @@ def test_what_values_lose_is_what_transformers_weights_say(tmp_path: Path, kind:
         weights = model(torch.tensor([ids]), output_attentions=True).attentions
     at = torch.arange(60)
     own = at[:, None] // BLOCK == at // BLOCK
+    causes = outcome.causes
+    firsts = [float(weights[n][0][:, BLOCK:, 0].mean()) for n in range(3)]
+    assert causes.first_weight == pytest.approx(np.mean(firsts), rel=1e-2)
+    sizes = [v.view(60, 2, 16).abs().mean(0).numpy() for v in values]  # [Hkv, D]
+    middle = [np.sort(of)[:, (16 - 1) // 2] for of in sizes]
+    assert causes.value_outlier == pytest.approx(
+        np.mean([of.max(-1) / m for of, m in zip(sizes, middle, strict=True)]), rel=1e-3
+    )
+    lengths = [v.view(60, 2, 16).norm(dim=-1).numpy() for v in values]  # [N, Hkv]
+    assert causes.first_value == pytest.approx(np.mean([of[0] / np.sort(of, 0)[29] for of in lengths]), rel=1e-3)
     for row in outcome.rows:
         if row.part == "value":
             for number, errors in enumerate(row.layers):
@@ -169,6 +179,11 @@ def test_smollm2_keys_want_channels_and_values_want_tokens() -> None:
         channel, token = (find(outcome, "value", grouping, bits).errors for grouping in ("channel", "token"))
         assert channel.numbers < token.numbers, "by channel the numbers themselves lose less"
         assert token.outputs < 0.6 * channel.outputs, "and what attention makes of them more"
+    causes = outcome.causes
+    assert causes.key_outlier > 2 * causes.value_outlier, "keys have channels that stand out"
+    assert causes.first_weight > 0.2 and causes.first_value < 0.5, (
+        "queries read the first token, whose values are small"
+    )
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

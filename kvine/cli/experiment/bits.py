@@ -88,6 +88,12 @@ def _sentences(outcome: "Bits") -> list[str]:
             f"{channel.part.capitalize()}s in {channel.bits} bits: by {better.grouping} attention's outputs are off by "
             f"{better.errors.outputs:.1%}, by {worse.grouping} by {worse.errors.outputs:.1%}."
         )
+    causes = outcome.causes
+    lines.append(
+        f"The largest channel of a head's keys is {causes.key_outlier:.1f} times its median one, that of its values "
+        f"{causes.value_outlier:.1f} times. The first token has {causes.first_weight:.0%} of the attention of later "
+        f"blocks, and its values are {causes.first_value:.2f} times as long as the median token's."
+    )
     return lines
 
 

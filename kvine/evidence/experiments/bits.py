@@ -6,7 +6,7 @@ the cache packs them, and read as it reads them: a query's own block is exact, a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -64,8 +64,25 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class Causes:
+    """What makes one grouping better: means over heads.
+
+    Attributes:
+        key_outlier: mean size of the numbers of the largest channel of the keys, over that of the median channel.
+        value_outlier: the same of the values.
+        first_weight: attention weight that the first token has from queries of other blocks.
+        first_value: length of the first token's values, over that of the median token.
+    """
+
+    key_outlier: float
+    value_outlier: float
+    first_weight: float
+    first_value: float
+
+
+@dataclass(frozen=True)
 class Bits:
-    """What came of it. `packings` says how many weights were packed, by type."""
+    """What came of it; `causes` are means over layers. `packings` says how many weights were packed, by type."""
 
     model: str
     dtype: str
@@ -73,6 +90,7 @@ class Bits:
     tokens: int
     block_size: int
     rows: tuple[Quantized, ...]
+    causes: Causes
     packings: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -140,7 +158,7 @@ def run_bits(
         for bits in widths
         for grouping in GROUPINGS
     ]
-    by_layer = _read(llm, text, layouts, progress)  # of each layer, the errors of each layout
+    by_layer, causes = _read(llm, text, layouts, progress)  # of each layer, the errors of each layout
     rows = []
     for number, layout in enumerate(layouts):
         layers = tuple(errors[number] for errors in by_layer)
@@ -153,12 +171,15 @@ def run_bits(
         len(text),
         block_size,
         tuple(rows),
+        Causes(*(fmean(values) for values in zip(*map(astuple, causes), strict=True))),
         count_packings(llm.model.packings),
     )
 
 
 @torch.inference_mode()
-def _read(llm: LLM, text: Sequence[int], layouts: Sequence[PackedLayout], progress: Progress) -> list[list[Errors]]:
+def _read(
+    llm: LLM, text: Sequence[int], layouts: Sequence[PackedLayout], progress: Progress
+) -> tuple[list[list[Errors]], list[Causes]]:
     engine = EngineConfig(max_step_tokens=len(text))
     parts = standard_parts(
         llm.model,
@@ -172,6 +193,7 @@ def _read(llm: LLM, text: Sequence[int], layouts: Sequence[PackedLayout], progre
     attention = runner.attention
     positions = torch.arange(len(text), device=llm.model.device)
     found: list[list[Errors]] = []
+    causes: list[Causes] = []
     seen: dict[str, Tensor] = {}
 
     def observe(name: str, layer: int, tensor: Tensor) -> None:
@@ -185,6 +207,7 @@ def _read(llm: LLM, text: Sequence[int], layouts: Sequence[PackedLayout], progre
         visible = attention.pools[place.group].spec.visible(positions[:, None], positions)
         one = Attended(q * attention.scale, k, tensor.float().transpose(0, 1), visible, attention.softcap)
         found.append(layer_errors(one, layouts))
+        causes.append(layer_causes(one, layouts[0].block_size))
         progress("layers", len(found), len(attention.layers))
 
     runner.observer = observe
@@ -194,7 +217,31 @@ def _read(llm: LLM, text: Sequence[int], layouts: Sequence[PackedLayout], progre
     finally:
         runner.observer = None
         cache.close()
-    return found
+    return found, causes
+
+
+def layer_causes(one: Attended, block_size: int) -> Causes:
+    """What is large in one layer's keys and values, and what the first token is to later blocks."""
+    num_kv_heads, _, width = one.keys.shape
+    later = one.queries[:, block_size:].reshape(num_kv_heads, -1, width)  # [Hkv, g × n, D]
+    seen = one.seen[block_size:].repeat(one.queries.shape[0] // num_kv_heads, 1)
+    first = 0.0
+    for start in range(0, later.shape[1], step := max(1, PAIRS // (num_kv_heads * one.keys.shape[1]))):
+        rows = slice(start, start + step)
+        _, weights = _weights(later[:, rows] @ one.keys.transpose(-1, -2), seen[rows], one.softcap)
+        first += float(weights[..., 0].sum())
+
+    def outlier(numbers: Tensor) -> float:
+        sizes = numbers.abs().mean(1)  # [Hkv, D]
+        return float((sizes.amax(-1) / sizes.median(-1).values).mean())
+
+    lengths = one.values.norm(dim=-1)  # [Hkv, N]
+    return Causes(
+        outlier(one.keys),
+        outlier(one.values),
+        first / (num_kv_heads * later.shape[1]),
+        float((lengths[:, 0] / lengths.median(-1).values).mean()),
+    )
 
 
 def layer_errors(one: Attended, layouts: Sequence[PackedLayout]) -> list[Errors]:
