@@ -81,17 +81,16 @@ def evaluation(folder: Path, length: int) -> Evaluation:
     """One length's figures together."""
     quality = json.loads((folder / f"quality-{length}.json").read_text())
     speed = json.loads((folder / f"speed-{length}.json").read_text())
-    caches = {policy.name: policy.cache for policy in policies(length)}
+    told = {one["name"]: one for one in quality["policies"]}
     scored = tuple(
         Scored(
-            name=one["name"],
-            cache=caches[one["name"]],
-            **speed[one["name"]],
-            **{field: one[field] for field in ("tokens", "perplexity", "kl", "top1", "mass_lost")},
-            mass_lost_by_layer=tuple(one["mass_lost_by_layer"]),
+            name=policy.name,
+            cache=policy.cache,
+            **speed[policy.name],
+            **{field: told[policy.name][field] for field in ("tokens", "perplexity", "kl", "top1", "mass_lost")},
+            mass_lost_by_layer=tuple(told[policy.name]["mass_lost_by_layer"]),
         )
-        for one in quality["policies"]
-        if one["name"] in caches
+        for policy in policies(length)
     )
     return Evaluation(quality["model"], "bf16", "cpu", length, length, quality["text_tokens"], scored)
 

@@ -79,7 +79,7 @@ def test_perplexity_is_of_the_part_by_itself(source: ModelSource, outcome: Endle
 
 
 def test_smollm2_stays_fluent_past_its_window_with_sinks_and_not_without() -> None:
-    outcome = run_endless(LLM("smollm2-135m", threads=1), tokens=800, window=64, places=4, piece=128)
+    outcome = run_endless(LLM("smollm2-135m", threads=1), tokens=512, window=64, places=4, piece=128)
     with_sinks, without = outcome.written
     assert with_sinks.perplexity < without.perplexity / 1.5
     assert len({piece.held for piece in with_sinks.pieces[1:]}) == 1

@@ -115,7 +115,8 @@ def draw_bits(outcome: Bits, path: Path) -> None:
                     )
             panel.locator_params(axis="x", integer=True)
             panel.set(xlabel="layer", ylabel="error of the outputs, %", yscale="log", title=f"{part}s")
-            panel.legend(fontsize=7)
+        lines, names = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(lines, names, loc="outside right center", fontsize=7)
 
 
 def draw_endless(outcome: Endless, path: Path) -> None:
