@@ -117,6 +117,8 @@ def fill(folder: Path, page: Path) -> None:
             continue
         outcome = evaluation(folder, length)
         begin, end = f"<!-- policies {length} -->\n", "<!-- end of policies -->"
+        if begin not in words:
+            sys.exit(f"{page} has no line {begin.strip()!r}, where the table of {length:,} tokens belongs.")
         before, _, rest = words.partition(begin)
         _, _, after = rest.partition(end)
         words = f"{before}{begin}\n{table(outcome)}\n\n{end}{after}"
