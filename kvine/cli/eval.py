@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvine.cli.experiment.options import Json, PlotFile, check_plot_file, whole_numbers
+from kvine.cli.experiment.options import Json, PlotFile, check_plot_file, read_text, whole_numbers
 from kvine.cli.options import DEFAULT_MODEL, WEIGHTS_HELP, CacheOptions, ModelOptions, spread_options
 from kvine.cli.terminal import ended_by_interrupt, note, show_output, write_json
 from kvine.config import EngineConfig, parse_bytes
@@ -98,20 +98,6 @@ class TextOptions:
             raise RequestError(f"--decode-steps is {self.decode_steps:,}: give 0 or more.")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
-
-    def read(self) -> str | None:
-        """The user's text; None if there is none. Raises RequestError for a file that cannot be read."""
-        if self.text is None:
-            return None
-        try:
-            words = self.text.read_text("utf-8")
-        except UnicodeDecodeError:
-            raise RequestError(f"{self.text} is no text in UTF-8: convert it first.") from None
-        except OSError as error:
-            raise RequestError(f"{self.text} cannot be read: {error.strerror}.") from None
-        if not words.strip():
-            raise RequestError(f"{self.text} is empty: give a file with some text.")
-        return words
 
     def evaluate(
         self,
@@ -232,7 +218,7 @@ def evaluate(
     """
     policies, refused = compared.parse()
     read.check()
-    words = read.read()
+    words = read_text(read.text)
     check_plot_file(plot)
     _tell(refused)
     if not policies and not compared.sweep:

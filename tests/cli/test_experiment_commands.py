@@ -16,6 +16,8 @@ GROWING = ("cache", "--grow", "both", "--prompt-sizes", "4,8", "--output-sizes",
 WALLS = ("walls", "--batches", "1,3", "--contexts", "8,40", "--steps", "1")
 WINDOW = ("window", "--window", "8", "--turns", "0", "--edge", "16")
 MEANING = ("meaning", "--first", "an oak", "--second", "my old oak", "--word", "oak")
+BITS = ("bits", "--tokens", "40", "--block-size", "8", "--bits", "4,2")
+ENDLESS = ("endless", "--tokens", "150", "--window", "20", "--sinks", "2", "--places", "3", "--piece", "40")
 SHORT = (Scene("tiny", "Ruby is here.", "Hello.", "Who?", "It is", " Ruby"),)
 
 
@@ -44,7 +46,7 @@ def no_process(trial: Trial, on_token: Callable[[int], None]) -> Outcome:
     return Outcome(total, 20.0, 5.0, 1000, 3000, "fp32", "cpu", [1, 2])
 
 
-@pytest.mark.parametrize("command", [GROWING, WALLS, WINDOW, MEANING])
+@pytest.mark.parametrize("command", [GROWING, WALLS, WINDOW, MEANING, BITS, ENDLESS])
 def test_weights_are_kept_as_asked(experiment, command: tuple[str, ...]) -> None:
     """All matrices but the two of `down`, whose rows are of 48 numbers."""
     packed = (*command, "--weights", "q8")
@@ -137,9 +139,37 @@ def test_meaning_fits_80_columns(experiment) -> None:
     assert max(map(len, shown)) <= 80 and not any("…" in line for line in shown)
 
 
+def test_bits_for_machines_and_people(experiment, tmp_path: Path) -> None:
+    report = experiment(*BITS, "--json").json
+    assert (report["tokens"], report["block_size"]) == (40, 8)
+    keys = [(row["part"], row["bits"], row["grouping"]) for row in report["rows"]]
+    assert keys == [(p, b, g) for p in ("key", "value") for b in (4, 2) for g in ("channel", "token")]
+    for row in report["rows"]:
+        assert len(row["layers"]) == 2 and 0 < row["numbers"] < 1 and row["outputs"] > 0
+        assert (row["scores"] is None) == (row["weights"] is None) == (row["part"] == "value")
+    shown = " ".join(experiment(*BITS, "--layers").out.split())
+    for words in ("keys 4 channel", "Errors of the outputs by layer", "Keys in 2 bits: by ", "Values in 4 bits: by "):
+        assert words in shown
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April. " * 3)
+    of_text = experiment(*BITS, "--text", text, "--json").json
+    assert of_text["tokens"] == 40 and of_text["rows"] != report["rows"]
+
+
+def test_endless_for_machines_and_people(experiment) -> None:
+    report = experiment(*ENDLESS, "--json").json
+    assert (report["tokens"], report["context"], report["piece_tokens"]) == (150, 96, 40)
+    assert [row["name"] for row in report["rows"]] == ["window=20,sinks=2,sink-rule=in_cache", "window=22"]
+    for row in report["rows"]:
+        assert [piece["start"] for piece in row["pieces"]] == [0, 55, 110] and "ids" not in row
+        assert all(piece["perplexity"] > 1 and piece["held"] <= row["planned_bytes"] for piece in row["pieces"])
+    shown = " ".join(experiment(*ENDLESS).out.split())
+    assert "150 tokens written in one request; the model's context is 96" in shown and "It ends in: " in shown
+
+
 @pytest.mark.parametrize(
     "command",
-    [GROWING, WALLS, WINDOW, MEANING, ("cache", "--prompt", "oak", "--tokens", "2", "--repeats", "1")],
+    [GROWING, WALLS, WINDOW, MEANING, BITS, ENDLESS, ("cache", "--prompt", "oak", "--tokens", "2", "--repeats", "1")],
     ids=lambda command: " ".join(command[:2]),
 )
 def test_every_experiment_draws(experiment, tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -161,6 +191,12 @@ def test_every_experiment_draws(experiment, tmp_path: Path, command: tuple[str, 
         (("walls", "--contexts", "96"), "context of 96"),
         (("window", "--window", "90", "--turns", "0"), "lower window"),
         (("meaning", "--word", "elm"), "does not hold 'elm'"),
+        (("bits", "--tokens", "200"), "fit the model's context of 96: lower --tokens"),
+        (("bits", "--bits", "3"), "--bits takes 8, 4, 2"),
+        (("bits", "--bits", "four"), "list of numbers"),
+        (("bits", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("endless", "--tokens", "100"), "no room for 12 parts of 512"),
+        (("endless", "--seed", "-1"), "seed must be"),
         (("meaning", "--plot", "nowhere/x.svg"), "does not exist"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import typer
 
+from kvine.cli.experiment.bits import bits
 from kvine.cli.experiment.cache import cache
+from kvine.cli.experiment.endless import endless
 from kvine.cli.experiment.meaning import meaning
 from kvine.cli.experiment.walls import walls
 from kvine.cli.experiment.window import window
@@ -19,3 +21,5 @@ experiment.command()(cache)
 experiment.command()(walls)
 experiment.command()(window)
 experiment.command()(meaning)
+experiment.command()(bits)
+experiment.command()(endless)

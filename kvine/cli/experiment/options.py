@@ -15,6 +15,24 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too, into a file that ends in .svg or .png.")
 ]
+TextFile = Annotated[
+    Path | None, typer.Option("--text", metavar="FILE", help="A text in UTF-8; by default Python's own help pages.")
+]
+
+
+def read_text(path: Path | None) -> str | None:
+    """A user's text; None if there is none. Raises RequestError for a file that cannot be read, or holds nothing."""
+    if path is None:
+        return None
+    try:
+        words = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is no text in UTF-8: convert it first.") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
+    if not words.strip():
+        raise RequestError(f"{path} is empty: give a file with some text.")
+    return words
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvine.evidence.experiments.bits import Bits
 from kvine.evidence.experiments.cache import CacheExperiment
 from kvine.evidence.experiments.curves import Curves
+from kvine.evidence.experiments.endless import Endless
 from kvine.evidence.experiments.meaning import Meaning
 from kvine.evidence.experiments.walls import Walls
 from kvine.evidence.experiments.window import WindowExperiment
@@ -95,3 +97,41 @@ def _distances(panel: "Axes", layers: list[int], pairs: list[tuple[float, float]
     panel.locator_params(axis="x", integer=True)
     panel.set(xlabel="layer", ylabel="relative distance", title=what)
     panel.legend()
+
+
+def draw_bits(outcome: Bits, path: Path) -> None:
+    """Error of attention's outputs by layer, logarithmic, of keys and of values: a line for each grouping and width."""
+    title = f"{outcome.model}: keys and values in fewer bits, {outcome.tokens:,} tokens"
+    widths = sorted({row.bits for row in outcome.rows})
+    with plot(path, title=title, panels=2) as panels:
+        for panel, part in zip(panels, ("key", "value"), strict=True):
+            for row in outcome.rows:
+                if row.part == part:
+                    panel.plot(
+                        [100 * layer.outputs for layer in row.layers],
+                        "-" if row.grouping == "channel" else "--",
+                        color=f"C{widths.index(row.bits)}",
+                        label=f"{row.bits} bits, by {row.grouping}",
+                    )
+            panel.locator_params(axis="x", integer=True)
+            panel.set(xlabel="layer", ylabel="error of the outputs, %", yscale="log", title=f"{part}s")
+        lines, names = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(lines, names, loc="outside right center", fontsize=7)
+
+
+def draw_endless(outcome: Endless, path: Path) -> None:
+    """Perplexity of the parts that were judged, logarithmic, and K and V held, along the text."""
+    title = f"{outcome.model}: {outcome.tokens:,} tokens written in one request"
+    with plot(path, title=title, panels=2) as (fluency, memory):
+        for text in outcome.written:
+            starts = [piece.start for piece in text.pieces]
+            name = text.name.replace("sink-rule=in_cache", "in-cache")
+            fluency.plot(starts, [piece.perplexity for piece in text.pieces], "o-", label=name)
+            memory.plot(starts, [piece.held / 2**20 for piece in text.pieces], "o-", label=name)
+        for panel in (fluency, memory):
+            panel.axvline(outcome.context, color="gray", linestyle=":", label="the model's context")
+            panel.set(xlabel="tokens written")
+            panel.legend(fontsize=7)
+        fluency.set(yscale="log", ylabel=f"perplexity of {outcome.piece_tokens} tokens, by the exact cache")
+        memory.set(ylabel="MiB of K and V held")
+        memory.set_ylim(bottom=0)
