@@ -40,8 +40,8 @@ The examination is handed a function that builds an engine, and never learns wha
    simple come first.
 2. It **compares** each layer with what the textbook makes of the q, k and v that this layer was given, so that neither
    rounding nor a fault of an earlier layer counts against a later one; and all keys and values that the engine lends
-   with what has to be stored. The textbook is code of its own: another rotation, mask, head map and codec. A number in a
-   packed block may lie half a step from what was packed, whichever of two steps rounding has taken it to.
+   with what has to be stored. The textbook is code of its own: another rotation, mask, head map and codec. A number in
+   a packed block may lie half a step from what was packed, whichever of two steps rounding has taken it to.
 3. In the first layer that differs, in the first thing tried that fails, it **asks where wrong keys and values come
    from**: another position's rotation, another slot, another text, nowhere, fewer bits, other bits, another block's
    scales.
