@@ -104,14 +104,16 @@ class SealedStretch {
   public:
     SealedStretch(const Path& path, const Decode& task, const Decode::Request& request, std::int64_t kv_head)
         : path_(path), task_(task), request_(request), kv_head_(kv_head), stride_(stride_of(path, task.width)),
-          own_((request.length - 1) / task.block_size) {
+          own_((request.length - 1) / task.block_size), scores_sealed_(path.scores_sealed(task.sealed_keys)),
+          adds_sealed_(path.adds_sealed(task.sealed_values)) {
         thread_local std::vector<float> kept;
         Scratch scratch(kept);
-        scratch.reserve(Scratch::rounded(task.group * stride_) + (task.group + 2 * stride_) * kTileKeys);
+        scratch.reserve(Scratch::rounded(task.group * stride_) + (task.group + 3 * stride_) * kTileKeys);
         x_ = scratch.take(task.group * stride_);
         scores_ = scratch.take(task.group * kTileKeys);
         keys_ = scratch.take(stride_ * kTileKeys);
         values_ = scratch.take(stride_ * kTileKeys);
+        turned_ = scratch.take(stride_ * kTileKeys);
         for (int place = 0; place < kTileKeys; ++place)
             rows_[place] = reinterpret_cast<const std::byte*>(values_ + place * stride_);
     }
@@ -138,6 +140,31 @@ class SealedStretch {
 
     // `most` is where the positions end that are read after this tile.
     void read_tile(std::int64_t tile, int begin, int end, std::int64_t most, const Sums& sums) {
+        score_tile(tile, begin, end);
+        for (std::int64_t head = 0; head < task_.group; ++head) {
+            const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
+                                             sums.greatest[head], sums.sum[head]);
+            if (shrunk != 1.0f)
+                for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;
+        }
+        for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
+            const std::int64_t later = block + kTileKeys / task_.block_size;  // about a tile ahead
+            const bool read = later * task_.block_size < most;
+            add_values(block, token, count, begin + place, sums,
+                       read ? stream(task_.sealed_k, task_.sealed_keys, later) : kvine::Stream{});
+        });
+    }
+
+    void score_tile(std::int64_t tile, int begin, int end) {
+        if (scores_sealed_)
+            return for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
+                const kvine::Stream values = stream(task_.sealed_v, task_.sealed_values, block);
+                const std::byte* keys = sealed(task_.sealed_k, task_.sealed_keys, block);
+                float* scores = scores_ + begin + place - token;
+                if (block != own_) return path_.score_sealed(task_.sealed_keys, keys, x_, task_.group, scores, values);
+                turn_rows(block, token, count, token, keys_);
+                path_.score(x_, task_.group, task_.width, keys_, token, token + count, scores);
+            });
         const int panel = static_cast<int>(2 * path_.step);
         for (int at = begin / panel * panel; at < end; at += panel) {
             const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
@@ -146,19 +173,6 @@ class SealedStretch {
             });
             path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
         }
-        for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
-            const std::int64_t later = block + kTileKeys / task_.block_size;  // about a tile ahead
-            const bool read = later * task_.block_size < most;
-            read_values(block, token, count, values_ + (begin + place) * stride_,
-                        read ? stream(task_.sealed_k, task_.sealed_keys, later) : kvine::Stream{});
-        });
-        for (std::int64_t head = 0; head < task_.group; ++head) {
-            const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
-                                             sums.greatest[head], sums.sum[head]);
-            if (shrunk != 1.0f)
-                for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;
-        }
-        path_.add[kFp32](scores_, task_.group, stride_, rows_, begin, end, sums.values, {nullptr, 0});
     }
 
     // Calls f(position of the block, its first token, tokens, place of the first) for positions begin to end.
@@ -185,20 +199,31 @@ class SealedStretch {
         return open + ((entry(block) * task_.kv_heads + kv_head_) * task_.block_size + token) * size;
     }
 
+    // Keys to places of a panel, beside those of other blocks.
     void read_keys(std::int64_t block, int token, int count, int place, kvine::Stream next) {
         if (block != own_ && task_.sealed_keys.bits)
             return path_.unseal_keys(task_.sealed_keys, sealed(task_.sealed_k, task_.sealed_keys, block), token, count,
                                      place, keys_, next);
-        // Rows before and behind are those of the first and the last, for whole blocks of places are turned.
-        const std::byte* rows[kTileKeys];
         const int panel = static_cast<int>(2 * path_.step);
-        for (int p = 0; p < panel; ++p)
-            rows[p] = row(task_.k, task_.sealed_k, task_.sealed_keys, task_.k_dtype, block,
-                          token + std::clamp(p - place, 0, count - 1));
-        turned_.resize(stride_ * panel);
-        path_.turn[task_.k_dtype](rows, place, place + count, task_.width, turned_.data(), {nullptr, 0});
+        turn_rows(block, token, count, place, turned_);
         for (std::int64_t d = 0; d < task_.width; ++d)
-            std::copy_n(turned_.data() + d * panel + place, count, keys_ + d * panel + place);
+            std::copy_n(turned_ + d * panel + place, count, keys_ + d * panel + place);
+    }
+
+    // Keys that are not packed, of tokens in places of their own.
+    void turn_rows(std::int64_t block, int token, int count, int place, float* keys) const {
+        const std::byte* rows[kTileKeys];
+        for (int i = 0; i < count; ++i)
+            rows[place + i] = row(task_.k, task_.sealed_k, task_.sealed_keys, task_.k_dtype, block, token + i);
+        path_.turn[task_.k_dtype](rows, place, place + count, task_.width, keys, {nullptr, 0});
+    }
+
+    void add_values(std::int64_t block, int token, int count, int place, const Sums& sums, kvine::Stream next) const {
+        if (block != own_ && adds_sealed_)
+            return path_.add_sealed(task_.sealed_values, sealed(task_.sealed_v, task_.sealed_values, block), token, count,
+                                    scores_ + place, task_.group, sums.values, next);
+        read_values(block, token, count, values_ + place * stride_, next);
+        path_.add[kFp32](scores_, task_.group, stride_, rows_, place, place + count, sums.values, {nullptr, 0});
     }
 
     void read_values(std::int64_t block, int token, int count, float* to, kvine::Stream next) const {
@@ -222,9 +247,9 @@ class SealedStretch {
     const Decode& task_;
     const Decode::Request& request_;
     std::int64_t kv_head_, stride_, own_;
-    float *x_, *scores_, *keys_, *values_;
+    bool scores_sealed_, adds_sealed_;  // packed blocks as they lie
+    float *x_, *scores_, *keys_, *values_, *turned_;
     const std::byte* rows_[kTileKeys];
-    std::vector<float> turned_;
 };
 
 }  // namespace

@@ -274,6 +274,14 @@ struct Path {
     void (*unseal_keys)(const Sealed&, const std::byte* block, int first, int count, int place, float* keys, Stream next);
     void (*unseal_values)(const Sealed&, const std::byte* block, int first, int count, std::int64_t stride, float* values,
                           Stream next);
+    // Whether packed keys and values of this shape are read as they lie, and how: as `score` and `add` would read what the
+    // two above have unpacked. Scores are those of a whole block, values of some of its tokens; x, weights and sums are as
+    // above, the weights from the first token's place on, and values in their order.
+    bool (*scores_sealed)(const Sealed&);
+    void (*score_sealed)(const Sealed&, const std::byte* block, const float* x, std::int64_t count, float* scores, Stream next);
+    bool (*adds_sealed)(const Sealed&);
+    void (*add_sealed)(const Sealed&, const std::byte* block, int first, int tokens, const float* weights,
+                       std::int64_t count, float* sums, Stream next);
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);
