@@ -115,9 +115,13 @@ struct Decode {
     bool packed = false;
     Sealed sealed_keys{}, sealed_values{};
     const std::byte *sealed_k = nullptr, *sealed_v = nullptr;
+    const std::byte *new_k = nullptr, *new_v = nullptr;  // of `Prefill`, which see: [rows, kv_heads, width]
 };
 
-// Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits.
+// Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits. Where full
+// blocks are packed, a query's own block is read exactly and those before it as packed, all of which a table names. Tokens
+// of the step itself are read from the rows of new_k and new_v, at the queries' own; of those before them that share a
+// block with the first query, the entry behind the table's last names the open block.
 struct Prefill {
     struct Request {
         std::int64_t row;      // of q and y: its first
