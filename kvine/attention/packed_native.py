@@ -50,7 +50,10 @@ class NativePackedStep:
             for position in range(max(first, full) * size, end):
                 rows.append(here + position)
                 slots.append(open_tables[r][full] * size + position % size)
-        self._rows, self._slots = torch.tensor(rows, dtype=torch.long), opened.row_index(torch.tensor(slots, dtype=torch.long))
+        self._rows, self._slots = (
+            torch.tensor(rows, dtype=torch.long),
+            opened.row_index(torch.tensor(slots, dtype=torch.long)),
+        )
         self._begun, self._whole = torch.tensor(begun, dtype=torch.long), torch.tensor(whole, dtype=torch.long)
         self._sealed_to = torch.tensor(begun_to + whole_to, dtype=torch.long)
         self._kind = packed_kind(sealed)

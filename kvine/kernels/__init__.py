@@ -162,8 +162,8 @@ class Kernels:
             scale: factor on the scores.
             q_sink: [N, Hq, D], what reads the sinks where that is not q.
             softcap: bound of the scores.
-            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is one
-                of k and v.
+            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is
+                one of k and v.
 
         Raises:
             IndexError: if a query sees a key in a block that there is not.
@@ -213,9 +213,9 @@ class Kernels:
             plan: int64, [num_requests, 4] and behind it the block tables: a request's first row of q and out, the
                 number of its queries, the number of its keys up to the last query's, and where its table begins.
             window: how many keys a query sees, its own included; None for all.
-            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is not
-                read, and one behind it: the block of k and v that holds the tokens before the first query in its own
-                block, if there are any.
+            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is
+                not read, and one behind it: the block of k and v that holds the tokens before the first query in its
+                own block, if there are any.
 
         Raises:
             IndexError: if a query sees a key in a block that there is not.

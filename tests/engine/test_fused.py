@@ -35,6 +35,7 @@ CACHES = {
     "whole": CacheConfig(block_size=4),
     "sinks": CacheConfig(block_size=3, window=9, sink_tokens=2, sink_rule="in_cache"),
     "fp16": CacheConfig(block_size=4, window=7, sink_tokens=5, sink_rule="absolute", kv_dtype="fp16"),
+    "packed": CacheConfig(block_size=4, window=9, sink_tokens=2, sink_rule="in_cache", kv_dtype="int8/int4"),
 }
 PROMPTS = [[5, 9, 12], [7] * 17, [3, 100, 4, 88, 61, 20, 19, 2, 1, 77, 30], [60, 61]]
 
