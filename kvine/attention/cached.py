@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvine.attention.base import Backend, Batch
+from kvine.attention.native import NativeBackend
 from kvine.attention.packed import PackedStep
+from kvine.attention.packed_native import NativePackedStep
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
 from kvine.cache.sequence import MISSING
@@ -99,7 +101,7 @@ class StepAttention:
         self._attention = attention
         self._plans: list[Any] = []
         self._rows: list[Tensor] = []
-        self._packed: dict[int, PackedStep] = {}
+        self._packed: dict[int, PackedStep | NativePackedStep] = {}
         self._angles: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._moved: list[Tensor | None] = []  # positions by which the sinks are read, where they differ
         self._positions = batch.positions
@@ -108,7 +110,10 @@ class StepAttention:
             if isinstance(pool, PackedPool):
                 opened = attention.pools[attention.open_shelf[group]]
                 assert isinstance(opened, KVPool)
-                self._packed[group] = PackedStep(batch, group, pool, opened, backend)
+                if isinstance(backend, NativeBackend):
+                    self._packed[group] = NativePackedStep(batch, group, pool, opened, backend)
+                else:
+                    self._packed[group] = PackedStep(batch, group, pool, opened, backend)
                 self._plans.append(None)
                 self._rows.append(batch.positions)
             else:

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvine import kernels
 from kvine.attention.base import Batch
 from kvine.cache.pool import LayerKV
+from kvine.cache.sequence import MISSING
 from kvine.cache.spec import CacheSpec
-from kvine.kernels import NEVER, PREFILL_FIELDS
+from kvine.kernels import NEVER, PREFILL_FIELDS, PackedBlocks
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,36 @@ class NativeBackend:
             spec.window,
         )
 
+    def plan_packed(self, batch: Batch, group: int, spec: CacheSpec) -> _Plan:
+        """The same where full blocks are packed: a query reads its own block exactly."""
+        starts, size = batch.query_start, spec.block_size
+        tables, opened = batch.groups[group].block_tables, batch.groups[group].open_tables
+        places: list[tuple[int, int]] = []
+        single: list[list[int]] = []
+        longer: list[int] = []
+        blocks: list[int] = []
+        seen: list[CacheSpec] = []
+        for r, end in enumerate(batch.context_len):
+            count, sees = starts[r + 1] - starts[r], batch.spec_of(r, spec)
+            own, begun = divmod(end - count, size)
+            if count == 1 and size > 1:
+                places.append((starts[r], end))
+                single.append([*tables[r][:own], opened[r][own]])
+                seen.append(sees)
+            else:
+                longer += (starts[r], count, end, len(blocks), sees.sink_tokens)
+                blocks += tables[r][: spec.num_blocks(end)]
+                blocks.append(opened[r][own] if begun else MISSING)
+                longer += (len(sees.kept), len(blocks))
+                blocks += itertools.chain.from_iterable(sees.kept)
+        return _Plan(
+            torch.tensor(single_queries(places, single, seen), dtype=torch.long),
+            len(single),
+            torch.tensor(longer + blocks, dtype=torch.long),
+            len(longer) // PREFILL_FIELDS,
+            spec.window,
+        )
+
     def attend(
         self,
         q: Tensor,
@@ -74,8 +105,9 @@ class NativeBackend:
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
+        packed: PackedBlocks | None = None,
     ) -> Tensor:
-        """See `Backend.attend`."""
+        """See `Backend.attend`; with a plan of `plan_packed` also the packed blocks, and kv are the open ones."""
         assert self._kernels is not None
         q = q.contiguous()
         q_sink = None if q_sink is None else q_sink.contiguous()
@@ -91,6 +123,7 @@ class NativeBackend:
                 scale=scale,
                 q_sink=q_sink,
                 softcap=softcap,
+                packed=packed,
             )
         if plan.num_prefills:
             self._kernels.prefill(
@@ -104,6 +137,7 @@ class NativeBackend:
                 scale=scale,
                 q_sink=q_sink,
                 softcap=softcap,
+                packed=packed,
             )
         return out
 

@@ -5,7 +5,6 @@ in. So a step is cut where blocks begin: the queries of one block are a request 
 what the codec kept of the blocks before and the exact one at the end.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +16,6 @@ from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool, LayerKV
 from kvine.cache.sequence import MISSING
 from kvine.spans import Spans
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """An open block that a step goes on filling: its id, its place among the touched ones, and its tokens."""
-
-    block: int
-    place: int
-    num_tokens: int
 
 
 class PackedStep:
@@ -44,7 +34,8 @@ class PackedStep:
         device = batch.positions.device
         spec, size = sealed.spec, sealed.spec.block_size
         tables, open_tables = batch.groups[group].block_tables, batch.groups[group].open_tables
-        self._begun: list[_Begun] = []
+        begun: list[int] = []  # slots of what lies in open blocks that the step goes on filling
+        begun_to: list[int] = []
         touched = 0  # blocks that the step writes to, over all requests; each has a place
         slots: list[int] = []  # of each token among the touched blocks
         seal_places: list[int] = []
@@ -60,8 +51,8 @@ class PackedStep:
             start = end - (batch.query_start[r + 1] - row)
             first, full = start // size, end // size
             slots += ((touched - first) * size + position for position in range(start, end))
-            if start % size:
-                self._begun.append(_Begun(open_tables[r][first], touched, start % size))
+            begun += (open_tables[r][first] * size + offset for offset in range(start % size))
+            begun_to += range(touched * size, touched * size + start % size)
             seal_places += range(touched, touched + full - first)
             seal_blocks += tables[r][first:full]
             for position in range(max(start, full * size), end):
@@ -84,6 +75,7 @@ class PackedStep:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         self._num_touched = touched
+        self._begun, self._begun_to = opened.row_index(tensor(begun)), opened.row_index(tensor(begun_to))
         self._slots = opened.row_index(tensor(slots))
         self._seal_places, self._seal_blocks = tensor(seal_places), tensor(seal_blocks)
         self._open_rows, self._open_index = tensor(open_rows), opened.row_index(tensor(open_slots))
@@ -129,8 +121,8 @@ class PackedStep:
     def _exact(self, new: Tensor, opened: Tensor) -> Tensor:
         """The touched blocks, exact: [touched, Hkv, T, D]; zeros behind the last token."""
         blocks = opened.new_zeros((self._num_touched, *opened.shape[1:]))
-        for begun in self._begun:
-            blocks[begun.place, :, : begun.num_tokens] = opened[begun.block, :, : begun.num_tokens]
         width = opened.shape[-1]
-        blocks.view(-1, width).index_copy_(0, self._slots, encode(new.reshape(-1, width), opened.dtype))
+        rows = blocks.view(-1, width)
+        rows.index_copy_(0, self._begun_to, opened.view(-1, width).index_select(0, self._begun))
+        rows.index_copy_(0, self._slots, encode(new.reshape(-1, width), opened.dtype))
         return blocks

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvine.attention.cached import CachedAttention
 from kvine.attention.native import NativeBackend, single_queries
-from kvine.cache.layout import Part, is_packed, packed_layout
+from kvine.attention.packed_native import packed_kind
 from kvine.cache.packed_pool import PackedPool
 from kvine.cache.pool import KVPool
 from kvine.cache.spec import CacheSpec
 from kvine.engine.scheduler import Scheduled
 from kvine.kernels import Kernels, is_plain
 from kvine.kernels.packed import NativeProduct, PackedLinear, PackedWeight
-from kvine.kernels.stack import LayerKind, NativeStack, PackedKind, StackLayer, StackShape
+from kvine.kernels.stack import LayerKind, NativeStack, StackLayer, StackShape
 from kvine.models.decoder import Decoder, DecoderLayer
 from kvine.models.layers import Embedding, Linear, RMSNorm
 from kvine.models.matmul import native_product
@@ -170,25 +170,11 @@ def _kinds(attention: CachedAttention) -> tuple[list[LayerKind], list[int]]:
                     stored.k,
                     stored.v,
                     where.group,
-                    _packed_kind(pool) if isinstance(pool, PackedPool) else None,
+                    packed_kind(pool) if isinstance(pool, PackedPool) else None,
                 )
             )
         kind_of.append(number[key])
     return kinds, kind_of
-
-
-def _packed_kind(pool: PackedPool) -> PackedKind:
-    def part(name: Part, codec: str, num_bytes: int) -> tuple[int, int, int, int]:
-        if not is_packed(codec):
-            return 0, 0, 1, num_bytes
-        layout = packed_layout(name, codec, pool.spec.block_size, pool.spec.head_dim)
-        return layout.bits, int(layout.by_channel), layout.group, num_bytes
-
-    return PackedKind(
-        pool.num_blocks,
-        part("key", pool.spec.key_codec, pool.k.shape[-1]),
-        part("value", pool.spec.value_codec, pool.v.shape[-1]),
-    )
 
 
 def _bind_table(native: Kernels, embedding: Embedding) -> NativeProduct | None:

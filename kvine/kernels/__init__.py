@@ -27,6 +27,41 @@ REMEDY = "To have them, install a C++17 compiler (GCC or Clang) with OpenMP, and
 
 
 @dataclass(frozen=True, slots=True)
+class PackedKind:
+    """Full blocks that are packed (see `kvine.cache.layout`): how many there are, and for keys and values the bits of a
+    number (0: rows as in an open block), whether scales are by channel, channels of a scale, and a head's bytes.
+    """
+
+    num_blocks: int
+    keys: tuple[int, int, int, int]
+    values: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """What one layer reads where full blocks are packed.
+
+    Attributes:
+        kind: of packing.
+        keys, values: the packed blocks, uint8 [blocks, Hkv, bytes].
+        new_keys, new_values: [N, Hkv, D], of the step's own tokens, as open blocks hold them.
+    """
+
+    kind: PackedKind
+    keys: Tensor
+    values: Tensor
+    new_keys: Tensor
+    new_values: Tensor
+
+    def bound(self) -> "_native.PackedBlocks":
+        """The same to the extension."""
+        parts = (self.keys, self.values, self.new_keys, self.new_values)
+        return require_native().PackedBlocks(  # type: ignore[no-any-return]
+            self.kind.num_blocks, self.kind.keys, self.kind.values, *(part.data_ptr() for part in parts)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels of one instruction set. A sum is one of fp32, rounded once, in an order that depends on the
     instruction set and on its length alone: not on other rows, nor on the number of threads.
@@ -112,6 +147,7 @@ class Kernels:
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
+        packed: PackedBlocks | None = None,
     ) -> None:
         """Attention of one query for each request over its blocks, into that request's row of `out` [N, Hq, D].
 
@@ -129,6 +165,8 @@ class Kernels:
             scale: factor on the scores.
             q_sink: [N, Hq, D], what reads the sinks where that is not q.
             softcap: bound of the scores.
+            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is
+                one of k and v.
 
         Raises:
             IndexError: if a query sees a key in a block that there is not.
@@ -150,6 +188,7 @@ class Kernels:
             num_blocks,
             scale,
             softcap or 0.0,
+            None if packed is None else packed.bound(),
             torch.get_num_threads(),
         )
 
@@ -166,6 +205,7 @@ class Kernels:
         scale: float,
         q_sink: Tensor | None = None,
         softcap: float | None = None,
+        packed: PackedBlocks | None = None,
     ) -> None:
         """Attention of any number of queries for each request: bit for bit what `decode` computes for each alone.
 
@@ -175,6 +215,9 @@ class Kernels:
                 number of its queries, the number of its keys up to the last query's, where its table begins, how many
                 first keys are read whatever the window, and how many other runs of keys, and where.
             window: how many keys a query sees, its own included; None for all.
+            packed: full blocks, where these are packed. Then a table names packed blocks, but for its last, which is
+                not read, and one behind it: the block of k and v that holds the tokens before the first query in its
+                own block, if there are any.
 
         Raises:
             IndexError: if a query sees a key in a block that there is not.
@@ -197,6 +240,7 @@ class Kernels:
             window or 0,
             scale,
             softcap or 0.0,
+            None if packed is None else packed.bound(),
             torch.get_num_threads(),
         )
 

@@ -69,6 +69,7 @@ class Path:
         num_blocks: int,
         scale: float,
         softcap: float,
+        packed: PackedBlocks | None,
         num_threads: int,
         /,
     ) -> None:
@@ -95,6 +96,7 @@ class Path:
         window: int,
         scale: float,
         softcap: float,
+        packed: PackedBlocks | None,
         num_threads: int,
         /,
     ) -> None:
@@ -118,6 +120,23 @@ class Path:
         /,
     ) -> Stack:
         """A decoder without layers; sizes are those of a hidden state, of heads, of KV heads, and of one head."""
+
+@final
+class PackedBlocks:
+    """How full blocks are packed, and where one layer's lie."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        keys: tuple[int, int, int, int],
+        values: tuple[int, int, int, int],
+        sealed_keys: int,
+        sealed_values: int,
+        new_keys: int,
+        new_values: int,
+        /,
+    ) -> None:
+        """For keys and values: bits, whether by channel, channels that share a scale, and bytes of a head."""
 
 @final
 class Product:

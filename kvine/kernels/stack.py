@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvine.kernels import Kernels
+from kvine.kernels import Kernels, PackedKind
 from kvine.kernels.packed import NativeProduct
 
 
@@ -54,18 +54,7 @@ class LayerKind:
     keys: Tensor
     values: Tensor
     group: int
-    packed: "PackedKind | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedKind:
-    """Full blocks that are packed (see `kvine.cache.layout`): how many there are, and for keys and values the bits of a
-    number (0: rows as in an open block), whether scales are by channel, channels of a scale, and a head's bytes.
-    """
-
-    num_blocks: int
-    keys: tuple[int, int, int, int]
-    values: tuple[int, int, int, int]
+    packed: PackedKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kvine.engine.engine import Engine
 from kvine.engine.fused import FusedDecoder
 from kvine.engine.runner import Runner
 from kvine.hub import ModelSource
+from kvine.kernels import NEVER
 from kvine.kernels.stack import NativeStack
 from kvine.models import matmul
 from kvine.models.load import LoadedModel, load_model
@@ -35,6 +36,7 @@ CACHES = {
     "whole": CacheConfig(block_size=4),
     "sinks": CacheConfig(block_size=3, window=9, sink_tokens=2, sink_rule="in_cache"),
     "fp16": CacheConfig(block_size=4, window=7, sink_tokens=5, sink_rule="absolute", kv_dtype="fp16"),
+    "packed": CacheConfig(block_size=4, window=9, sink_tokens=2, sink_rule="in_cache", kv_dtype="int8/int4"),
 }
 PROMPTS = [[5, 9, 12], [7] * 17, [3, 100, 4, 88, 61, 20, 19, 2, 1, 77, 30], [60, 61]]
 
@@ -171,13 +173,14 @@ def test_what_is_not_there_is_refused_before_anything_is_written(tiny: Make) -> 
     stack: NativeStack = runner.fused._stack
     pool = runner.attention.pools[0]
     before = pool.k.clone()
-    fine = [0, 1, 0, 0, 2]  # row 0 has one key, in block 2
+    plain = [0, 1, 0, 0, 0, NEVER, 0, 1]  # row 0 has one key, and no sinks or runs
+    fine = [*plain, 2]  # in block 2
     for ids, wanted, group in (
         ([131], [0], fine),
         ([-1], [0], fine),
         ([5], [1], fine),
-        ([5], [0], [0, 1, 0, 0, pool.num_blocks]),
-        ([5], [0], [0, 1, 0, 0, -1]),
+        ([5], [0], [*plain, pool.num_blocks]),
+        ([5], [0], [*plain, -1]),
     ):
         with pytest.raises(IndexError):
             stack.run(ids, wanted, [group])

@@ -1,7 +1,7 @@
 // Attention of single queries, shared out among threads by request, KV head and stretch of the context.
 #include <utility>
 
-#include "paged.hpp"
+#include "sealed_rows.hpp"
 #include "team.hpp"
 
 namespace kvine {
@@ -98,13 +98,14 @@ class Stretch {
     float *x_, *scores_, *keys_;
 };
 
-// The same where full blocks are packed. What a packed block holds is made fp32 in the nearest cache and read from there,
-// so that sums are those over unpacked blocks.
+// The same where full blocks are packed, which are read as they lie or are made fp32 in the nearest cache: the sums are the
+// same.
 class SealedStretch {
   public:
     SealedStretch(const Path& path, const Decode& task, const Decode::Request& request, std::int64_t kv_head)
         : path_(path), task_(task), request_(request), kv_head_(kv_head), stride_(stride_of(path, task.width)),
-          own_((request.length - 1) / task.block_size) {
+          rows_(path, task, task.tables + request.table, kv_head), own_(own_block()),
+          scores_sealed_(path.scores_sealed(task.sealed_keys)), adds_sealed_(path.adds_sealed(task.sealed_values)) {
         thread_local std::vector<float> kept;
         Scratch scratch(kept);
         scratch.reserve(Scratch::rounded(task.group * stride_) + (task.group + 2 * stride_) * kTileKeys);
@@ -113,7 +114,7 @@ class SealedStretch {
         keys_ = scratch.take(stride_ * kTileKeys);
         values_ = scratch.take(stride_ * kTileKeys);
         for (int place = 0; place < kTileKeys; ++place)
-            rows_[place] = reinterpret_cast<const std::byte*>(values_ + place * stride_);
+            rows_of_values_[place] = reinterpret_cast<const std::byte*>(values_ + place * stride_);
     }
 
     void attend(std::int64_t begin, std::int64_t end, const Sums& sums) {
@@ -126,9 +127,10 @@ class SealedStretch {
     void read(const std::byte* q, std::int64_t begin, std::int64_t end, const Sums& sums) {
         if (begin >= end) return;
         load_queries(task_, q, request_.row, kv_head_, 1, stride_, x_);
-        for_blocks(begin, std::min(end, begin + kTileKeys), [&](std::int64_t block, int, int, int) {
-            stream(task_.sealed_k, task_.sealed_keys, block).fetch(task_.sealed_keys.bytes / 64 + 1);
-        });
+        rows_.for_blocks(begin, 0, static_cast<int>(std::min<std::int64_t>(end - begin, kTileKeys)),
+                         [&](std::int64_t block, int, int, int) {
+                             stream(task_.sealed_keys, rows_.keys_of(block), block).fetch(task_.sealed_keys.bytes / 64 + 1);
+                         });
         for (std::int64_t tile = begin / kTileKeys * kTileKeys; tile < end; tile += kTileKeys) {
             const int first = static_cast<int>(std::max<std::int64_t>(begin - tile, 0));
             const int last = static_cast<int>(std::min<std::int64_t>(end - tile, kTileKeys));
@@ -138,93 +140,58 @@ class SealedStretch {
 
     // `most` is where the positions end that are read after this tile.
     void read_tile(std::int64_t tile, int begin, int end, std::int64_t most, const Sums& sums) {
-        const int panel = static_cast<int>(2 * path_.step);
-        for (int at = begin / panel * panel; at < end; at += panel) {
-            const int first = std::max(begin - at, 0), last = std::min(end - at, panel);
-            for_blocks(tile + at + first, tile + at + last, [&](std::int64_t block, int token, int count, int place) {
-                read_keys(block, token, count, first + place, stream(task_.sealed_v, task_.sealed_values, block));
-            });
-            path_.score(x_, task_.group, task_.width, keys_, first, last, scores_ + at);
-        }
-        for_blocks(tile + begin, tile + end, [&](std::int64_t block, int token, int count, int place) {
-            const std::int64_t later = block + kTileKeys / task_.block_size;  // about a tile ahead
-            const bool read = later * task_.block_size < most;
-            read_values(block, token, count, values_ + (begin + place) * stride_,
-                        read ? stream(task_.sealed_k, task_.sealed_keys, later) : kvine::Stream{});
-        });
+        score_tile(tile, begin, end);
         for (std::int64_t head = 0; head < task_.group; ++head) {
             const float shrunk = path_.weigh(scores_ + head * kTileKeys, begin, end, task_.softcap,
                                              sums.greatest[head], sums.sum[head]);
             if (shrunk != 1.0f)
                 for (std::int64_t i = 0; i < stride_; ++i) sums.values[head * stride_ + i] *= shrunk;
         }
-        path_.add[kFp32](scores_, task_.group, stride_, rows_, begin, end, sums.values, {nullptr, 0});
+        rows_.for_blocks(tile, begin, end, [&](std::int64_t block, int token, int count, int place) {
+            const std::int64_t later = block + kTileKeys / task_.block_size;  // about a tile ahead
+            const bool read = later < own_.number && later * task_.block_size < most;
+            const kvine::Stream next = read ? stream(task_.sealed_keys, rows_.keys_of(later), later) : kvine::Stream{};
+            if (block != own_.number && adds_sealed_)
+                return path_.add_sealed(task_.sealed_values, rows_.values_of(block), token, count, scores_ + place,
+                                        task_.group, sums.values, next);
+            rows_.read_values(tile, place, place + count, own_, stride_, values_);
+            path_.add[kFp32](scores_, task_.group, stride_, rows_of_values_, place, place + count, sums.values,
+                             {nullptr, 0});
+        });
     }
 
-    // Calls f(position of the block, its first token, tokens, place of the first) for positions begin to end.
-    template <class F>
-    void for_blocks(std::int64_t begin, std::int64_t end, const F& f) const {
-        for (std::int64_t at = begin; at < end;) {
-            const std::int64_t block = at / task_.block_size, next = std::min(end, (block + 1) * task_.block_size);
-            f(block, static_cast<int>(at % task_.block_size), static_cast<int>(next - at), static_cast<int>(at - begin));
-            at = next;
-        }
+    void score_tile(std::int64_t tile, int begin, int end) {
+        const auto score = [&](int first, int last) {
+            rows_.read_keys(tile, first, last, own_, keys_);
+            path_.score(x_, task_.group, task_.width, keys_, first, last, scores_);
+        };
+        if (!scores_sealed_) return score(begin, end);
+        rows_.for_blocks(tile, begin, end, [&](std::int64_t block, int token, int count, int place) {
+            if (block == own_.number) return score(place, place + count);
+            path_.score_sealed(task_.sealed_keys, rows_.keys_of(block), x_, task_.group, scores_ + place - token,
+                               stream(task_.sealed_values, rows_.values_of(block), block));
+        });
     }
 
-    std::int64_t entry(std::int64_t block) const { return task_.tables[request_.table + block]; }
-
-    const std::byte* sealed(const std::byte* all, const kvine::Sealed& part, std::int64_t block) const {
-        return all + (entry(block) * task_.kv_heads + kv_head_) * part.bytes;
-    }
-
-    // The rows of a block that are not packed: all of the own one, and of others what an element-wise codec keeps.
-    const std::byte* row(const std::byte* open, const std::byte* all, const kvine::Sealed& part, DType dtype,
-                         std::int64_t block, int token) const {
-        const std::int64_t size = task_.width * size_of(dtype);
-        if (block != own_) return sealed(all, part, block) + token * size;
-        return open + ((entry(block) * task_.kv_heads + kv_head_) * task_.block_size + token) * size;
-    }
-
-    void read_keys(std::int64_t block, int token, int count, int place, kvine::Stream next) {
-        if (block != own_ && task_.sealed_keys.bits)
-            return path_.unseal_keys(task_.sealed_keys, sealed(task_.sealed_k, task_.sealed_keys, block), token, count,
-                                     place, keys_, next);
-        // Rows before and behind are those of the first and the last, for whole blocks of places are turned.
-        const std::byte* rows[kTileKeys];
-        const int panel = static_cast<int>(2 * path_.step);
-        for (int p = 0; p < panel; ++p)
-            rows[p] = row(task_.k, task_.sealed_k, task_.sealed_keys, task_.k_dtype, block,
-                          token + std::clamp(p - place, 0, count - 1));
-        turned_.resize(stride_ * panel);
-        path_.turn[task_.k_dtype](rows, place, place + count, task_.width, turned_.data(), {nullptr, 0});
-        for (std::int64_t d = 0; d < task_.width; ++d)
-            std::copy_n(turned_.data() + d * panel + place, count, keys_ + d * panel + place);
-    }
-
-    void read_values(std::int64_t block, int token, int count, float* to, kvine::Stream next) const {
-        if (block != own_ && task_.sealed_values.bits)
-            return path_.unseal_values(task_.sealed_values, sealed(task_.sealed_v, task_.sealed_values, block), token,
-                                       count, stride_, to, next);
-        for (int i = 0; i < count; ++i) {
-            const std::byte* from = row(task_.v, task_.sealed_v, task_.sealed_values, task_.v_dtype, block, token + i);
-            path_.to_floats[task_.v_dtype](from, to + i * stride_, 0, task_.width);
-        }
+    OwnBlock own_block() const {
+        const std::int64_t number = (request_.length - 1) / task_.block_size;
+        return {number, task_.tables[request_.table + number], request_.length, 0};
     }
 
     // All of a packed block's keys or values, to be asked of memory.
-    kvine::Stream stream(const std::byte* all, const kvine::Sealed& part, std::int64_t block) const {
-        if (block >= own_) return {};
-        const std::byte* begin = sealed(all, part, block);
-        return {begin, begin + part.bytes};
+    kvine::Stream stream(const kvine::Sealed& part, const std::byte* begin, std::int64_t block) const {
+        return block < own_.number ? kvine::Stream{begin, begin + part.bytes} : kvine::Stream{};
     }
 
     const Path& path_;
     const Decode& task_;
     const Decode::Request& request_;
-    std::int64_t kv_head_, stride_, own_;
+    std::int64_t kv_head_, stride_;
+    SealedRows rows_;
+    OwnBlock own_;
+    bool scores_sealed_, adds_sealed_;  // whether packed blocks are read as they lie
     float *x_, *scores_, *keys_, *values_;
-    const std::byte* rows_[kTileKeys];
-    std::vector<float> turned_;
+    const std::byte* rows_of_values_[kTileKeys];
 };
 
 }  // namespace
@@ -256,14 +223,16 @@ void decode_in_team(const Path& path, const Decode& task, float* floats) {
     for (std::int64_t i = 0; i < first.back(); ++i) {
         const std::int64_t r = std::upper_bound(first.begin(), first.end(), i) - first.begin() - 1;
         const std::int64_t per_head = (first[r + 1] - first[r]) / task.kv_heads, within = i - first[r];
-        const std::int64_t stretch = stretch_of(task.requests[r].length), begin = within % per_head * stretch;
-        partials[i].clear();
+        const std::int64_t stretch = stretch_of(task.requests[r].length), kv_head = within % task.kv_heads;
+        const std::int64_t number = within / task.kv_heads, begin = number * stretch;  // heads of a block lie side by side
+        const Sums sums = partials[first[r] + kv_head * per_head + number];
+        sums.clear();
         if (task.packed) {
-            SealedStretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+            SealedStretch(path, task, task.requests[r], kv_head).attend(begin, begin + stretch, sums);
         } else {
-            Stretch(path, task, task.requests[r], within / per_head).attend(begin, begin + stretch, partials[i]);
+            Stretch(path, task, task.requests[r], kv_head).attend(begin, begin + stretch, sums);
         }
-        if (whole) write(path, task, partials[i], task.requests[r].row, within);
+        if (whole) write(path, task, sums, task.requests[r].row, kv_head);
     }
     if (whole) return;
 #pragma omp for

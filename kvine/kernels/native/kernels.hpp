@@ -123,6 +123,7 @@ struct Decode {
     bool packed = false;
     Sealed sealed_keys{}, sealed_values{};
     const std::byte *sealed_k = nullptr, *sealed_v = nullptr;
+    const std::byte *new_k = nullptr, *new_v = nullptr;  // of `Prefill`, which see: [rows, kv_heads, width]
 
     template <class AnyRequest>
     const Run* kept(const AnyRequest& request) const {
@@ -130,7 +131,10 @@ struct Decode {
     }
 };
 
-// Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits.
+// Attention of requests with any number of queries, each computed as `Decode` computes it alone: the same bits. Where full
+// blocks are packed, a query's own block is read exactly and those before it as packed, all of which a table names. Tokens
+// of the step itself are read from the rows of new_k and new_v, at the queries' own; of those before them that share a
+// block with the first query, the entry behind the table's last names the open block.
 struct Prefill {
     struct Request {
         std::int64_t row;      // of q and y: its first
@@ -288,6 +292,14 @@ struct Path {
     void (*unseal_keys)(const Sealed&, const std::byte* block, int first, int count, int place, float* keys, Stream next);
     void (*unseal_values)(const Sealed&, const std::byte* block, int first, int count, std::int64_t stride, float* values,
                           Stream next);
+    // Whether packed keys and values of this shape are read as they lie, and how: as `score` and `add` would read what the
+    // two above have unpacked. Scores are those of a whole block, values of some of its tokens; x, weights and sums are as
+    // above, the weights from the first token's place on, and values in their order.
+    bool (*scores_sealed)(const Sealed&);
+    void (*score_sealed)(const Sealed&, const std::byte* block, const float* x, std::int64_t count, float* scores, Stream next);
+    bool (*adds_sealed)(const Sealed&);
+    void (*add_sealed)(const Sealed&, const std::byte* block, int first, int tokens, const float* weights,
+                       std::int64_t count, float* sums, Stream next);
     // Makes one head's scores weights, exp(score - greatest), where `greatest` rises to their greatest and `sum` is added
     // to. Returns the factor by which what was summed with a smaller one is to be multiplied.
     float (*weigh)(float* scores, int begin, int end, float softcap, float& greatest, float& sum);

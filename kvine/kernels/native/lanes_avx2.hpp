@@ -13,6 +13,7 @@ namespace {
 struct Avx2 {
     static constexpr int width = 8;
     using Floats = __m256;
+    using Ints = __m256i;
 
     static Floats zero() { return _mm256_setzero_ps(); }
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
@@ -74,6 +75,32 @@ struct Avx2 {
     template <class Format>
     static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
         turn_avx2<Format, 4 * width>(rows, at, to);
+    }
+
+    // For packed blocks (sealed_attend.hpp).
+    static constexpr bool kTables = false;  // 8 numbers are too few for one
+
+    static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Ints bytes(const std::byte* from) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    }
+    static Ints bytes_twice(const std::byte* from) {
+        std::int32_t half;
+        std::memcpy(&half, from, sizeof half);
+        return _mm256_cvtepu8_epi32(_mm_set1_epi32(half));
+    }
+    template <int Bits>
+    static Ints shifted(Ints ints) {
+        return Bits ? _mm256_srli_epi32(ints, Bits) : ints;
+    }
+    template <int First, int Second>
+    static Ints shifted(Ints ints) {
+        return _mm256_srlv_epi32(ints, _mm256_setr_epi32(First, First, First, First, Second, Second, Second, Second));
+    }
+    template <int Bits>
+    static Floats floats(Ints ints) {
+        if constexpr (Bits < 8) ints = _mm256_and_si256(ints, _mm256_set1_epi32((1 << Bits) - 1));
+        return _mm256_cvtepi32_ps(ints);
     }
 };
 

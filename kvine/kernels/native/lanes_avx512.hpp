@@ -13,6 +13,7 @@ namespace {
 struct Avx512 {
     static constexpr int width = 16;
     using Floats = __m512;
+    using Ints = __m512i;
 
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -70,6 +71,37 @@ struct Avx512 {
     template <class Format>
     static void turn(const std::byte* const* rows, std::int64_t at, float* to) {
         turn_avx2<Format, 4 * width>(rows, at, to);
+    }
+
+    // For packed blocks (sealed_attend.hpp).
+    static constexpr bool kTables = true;
+
+    static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Ints bytes(const std::byte* from) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    static Ints bytes_twice(const std::byte* from) {
+        const __m128i half = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+        return _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(half, half));
+    }
+    template <int Bits>
+    static Ints shifted(Ints ints) {
+        return Bits ? _mm512_srli_epi32(ints, Bits) : ints;
+    }
+    template <int First, int Second>
+    static Ints shifted(Ints ints) {
+        constexpr int a = First, b = Second;
+        return _mm512_srlv_epi32(ints, _mm512_setr_epi32(a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b));
+    }
+    template <int Bits>
+    static Floats floats(Ints ints) {
+        if constexpr (Bits < 8) ints = _mm512_and_si512(ints, _mm512_set1_epi32((1 << Bits) - 1));
+        return _mm512_cvtepi32_ps(ints);
+    }
+    static Floats look_up(Floats table, Ints places) { return _mm512_permutexvar_ps(places, table); }
+    static Floats counted(int mask) {
+        const __m512i all = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        return _mm512_cvtepi32_ps(_mm512_and_si512(all, _mm512_set1_epi32(mask)));
     }
 };
 

@@ -7,7 +7,7 @@
 #include "multiply.hpp"
 #include "multiply_packed.hpp"
 #include "row_loops.hpp"
-#include "sealed.hpp"
+#include "sealed_attend.hpp"
 
 namespace {
 
@@ -41,6 +41,10 @@ constexpr kvine::Path make_path(const char* name) {
         {add<Lanes, Fp32>, add<Lanes, Bf16>, add<Lanes, Fp16>},
         unseal_keys<Lanes>,
         unseal_values<Lanes>,
+        scores_sealed<Lanes>,
+        score_sealed<Lanes>,
+        adds_sealed<Lanes>,
+        add_sealed<Lanes>,
         weigh<Lanes>,
         {quantize<Fp32>, quantize<Bf16>, quantize<Fp16>},
         {multiply_packed<PackedLanes, kvine::k8Bit>, multiply_packed<PackedLanes, kvine::k4Bit>,

@@ -1,6 +1,7 @@
 // kvine.kernels._native: takes addresses and sizes, so that a call costs no conversion of tensors; _native.pyi types it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -164,20 +165,60 @@ void check_blocks(const Decode& task, const AnyRequest& request, std::int64_t st
     check(start / task.block_size, blocks(length));
 }
 
+// How full blocks are packed, and where those of a layer lie, [num_blocks, kv_heads, bytes]. For keys and for values: bits,
+// whether by channel, channels that share a scale, and bytes of a head.
+struct PackedBlocks {
+    std::int64_t num_blocks;
+    std::array<std::int64_t, 4> keys, values;
+    std::uintptr_t sealed_k, sealed_v, new_k, new_v;
+};
+
+Sealed sealed_part(const std::array<std::int64_t, 4>& part, std::int64_t block_size, std::int64_t width) {
+    return {static_cast<int>(part[0]), part[1] != 0, part[2], block_size, width, part[3]};
+}
+
+void add_packed(Decode& task, const std::optional<PackedBlocks>& packed) {
+    if (!packed) return;
+    task.packed = true;
+    task.sealed_keys = sealed_part(packed->keys, task.block_size, task.width);
+    task.sealed_values = sealed_part(packed->values, task.block_size, task.width);
+    task.sealed_k = at(packed->sealed_k), task.sealed_v = at(packed->sealed_v);
+    task.new_k = at(packed->new_k), task.new_v = at(packed->new_v);
+}
+
+// The same where full blocks are packed: those before that of the last of `length` keys.
+template <class AnyRequest>
+void check_packed_blocks(const Decode& task, const AnyRequest& request, std::int64_t start, std::int64_t num_sealed) {
+    const std::int64_t before = (request.length - 1) / task.block_size * task.block_size;
+    if (before > 0) check_blocks(task, request, std::min(start, before), before, num_sealed);
+}
+
+void check_block(std::int64_t block, std::int64_t num_blocks) {
+    if (block < 0 || block >= num_blocks) throw nb::index_error("no such block in the cache");
+}
+
+void check_query(const Decode& task, const Decode::Request& request, std::int64_t num_blocks, std::int64_t num_sealed) {
+    if (!task.packed) return check_blocks(task, request, request.start, request.length, num_blocks);
+    check_block(task.tables[request.table + (request.length - 1) / task.block_size], num_blocks);
+    check_packed_blocks(task, request, request.start, num_sealed);
+}
+
 // `plan` is [num_requests, 8], the fields of Decode::Request, and behind it the tables.
 void decode_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
                std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
                std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
-               std::int64_t num_blocks, float scale, float softcap, int num_threads) {
+               std::int64_t num_blocks, float scale, float softcap,
+               const std::optional<PackedBlocks>& packed, int num_threads) {
     const auto [dtype, k_dtype, v_dtype] = dtypes;
     static_assert(sizeof(Decode::Request) == 8 * sizeof(std::int64_t));
     const auto* requests = reinterpret_cast<const Decode::Request*>(plan);
     const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
-    const Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
-                      group,        width,      block_size,   scale,      softcap,  checked(dtype),
-                      checked(k_dtype), checked(v_dtype)};
+    Decode task{at(q),        at(q_sink), at(k), at(v), into(y),    requests, tables, num_requests,   kv_heads,
+                group,        width,      block_size,   scale,      softcap,  checked(dtype),
+                checked(k_dtype), checked(v_dtype)};
+    add_packed(task, packed);
     for (const auto* request = requests; request != requests + num_requests; ++request)
-        check_blocks(task, *request, request->start, request->length, num_blocks);
+        check_query(task, *request, num_blocks, packed ? packed->num_blocks : 0);
     run(context_bytes(task) > kLongRead, [&] { decode(path, task, num_threads); });
 }
 
@@ -197,17 +238,14 @@ void add_kind(Stack& stack, std::uintptr_t frequencies, std::int64_t count, doub
                            checked(k_dtype), checked(v_dtype), group});
 }
 
-// How the last kind's full blocks are packed: for keys and for values bits, whether by channel, channels that share a
-// scale, and bytes of a head.
+// How the last kind's full blocks are packed; see PackedBlocks.
 void pack_kind(Stack& stack, std::int64_t num_blocks, const std::array<std::int64_t, 4>& keys,
                const std::array<std::int64_t, 4>& values) {
     if (stack.kinds.empty()) throw nb::index_error("no such kind of layers");
     Kind& kind = stack.kinds.back();
-    const auto sealed = [&](const std::array<std::int64_t, 4>& part) {
-        return Sealed{static_cast<int>(part[0]), part[1] != 0, part[2], kind.block_size, stack.width, part[3]};
-    };
     kind.packed = true, kind.num_sealed = num_blocks;
-    kind.sealed_keys = sealed(keys), kind.sealed_values = sealed(values);
+    kind.sealed_keys = sealed_part(keys, kind.block_size, stack.width);
+    kind.sealed_values = sealed_part(values, kind.block_size, stack.width);
 }
 
 // `norms` and `products` are in the order of Layer's fields.
@@ -235,17 +273,8 @@ void run_stack(const Stack& stack, std::uintptr_t plan, std::int64_t rows, std::
     for (const Kind& kind : stack.kinds) {
         if (kind.group >= groups.size()) throw nb::index_error("no such group");
         const Decode attention = attention_of(stack, kind, step);
-        for (const auto* request = attention.requests; request != attention.requests + rows; ++request) {
-            const std::int64_t* table = attention.tables + request->table;
-            if (!kind.packed) {
-                check_blocks(attention, *request, request->start, request->length, kind.num_blocks);
-                continue;
-            }
-            const std::int64_t last = (request->length - 1) / kind.block_size, own = table[last];
-            if (own < 0 || own >= kind.num_blocks) throw nb::index_error("no such block in the cache");
-            if (last > 0) check_blocks(attention, *request, std::min(request->start, last * kind.block_size),
-                                       last * kind.block_size, kind.num_sealed);
-        }
+        for (const auto* request = attention.requests; request != attention.requests + rows; ++request)
+            check_query(attention, *request, kind.num_blocks, kind.num_sealed);
     }
     run(true, [&] { run(stack, step, num_threads); });
 }
@@ -263,19 +292,27 @@ void cos_sin_at(std::uintptr_t frequencies, std::int64_t count, double scaling, 
 void prefill_at(const Path& path, std::tuple<int, int, int> dtypes, std::uintptr_t q, std::uintptr_t q_sink,
                 std::uintptr_t k, std::uintptr_t v, std::uintptr_t y, std::uintptr_t plan, std::int64_t num_requests,
                 std::int64_t kv_heads, std::int64_t group, std::int64_t width, std::int64_t block_size,
-                std::int64_t num_blocks, std::int64_t window, float scale, float softcap, int num_threads) {
+                std::int64_t num_blocks, std::int64_t window, float scale, float softcap,
+                const std::optional<PackedBlocks>& packed, int num_threads) {
     const auto [dtype, k_dtype, v_dtype] = dtypes;
     static_assert(sizeof(Prefill::Request) == 7 * sizeof(std::int64_t));
     const auto* requests = reinterpret_cast<const Prefill::Request*>(plan);
     const auto* tables = reinterpret_cast<const std::int64_t*>(requests + num_requests);
-    const Decode each{at(q),        at(q_sink), at(k), at(v), into(y),    nullptr, tables, 0,   kv_heads,
-                      group,        width,      block_size,   scale,      softcap,  checked(dtype),
-                      checked(k_dtype), checked(v_dtype)};
+    Decode each{at(q),        at(q_sink), at(k), at(v), into(y),    nullptr, tables, 0,   kv_heads,
+                group,        width,      block_size,   scale,      softcap,  checked(dtype),
+                checked(k_dtype), checked(v_dtype)};
+    add_packed(each, packed);
     const Prefill task{each, requests, num_requests, window};
     for (const auto* request = requests; request != requests + num_requests; ++request) {
         const std::int64_t first = request->length - request->queries;
         const std::int64_t start = window ? std::max<std::int64_t>(first - window + 1, 0) : 0;
-        check_blocks(each, *request, start, request->length, num_blocks);
+        if (!packed) {
+            check_blocks(each, *request, start, request->length, num_blocks);
+            continue;
+        }
+        check_packed_blocks(each, *request, start, packed->num_blocks);
+        const std::int64_t behind = request->table + (request->length + block_size - 1) / block_size;
+        if (first % block_size) check_block(tables[behind], num_blocks);
     }
     run(products_of(task) > kManyProducts, [&] { prefill(path, task, num_threads); });
 }
@@ -317,6 +354,9 @@ NB_MODULE(_native, m) {
         .def("decode", &decode_at)
         .def("prefill", &prefill_at)
         .def("stack", &make_stack);
+    nb::class_<PackedBlocks>(m, "PackedBlocks")
+        .def(nb::init<std::int64_t, std::array<std::int64_t, 4>, std::array<std::int64_t, 4>, std::uintptr_t,
+                      std::uintptr_t, std::uintptr_t, std::uintptr_t>());
     nb::class_<BoundProduct>(m, "Product").def("__call__", &BoundProduct::operator());
     nb::class_<Stack>(m, "Stack").def("add_kind", &add_kind).def("pack_kind", &pack_kind).def("add_layer", &add_layer).def("run", &run_stack);
     m.attr("SILU") = static_cast<int>(Gated::kSilu);

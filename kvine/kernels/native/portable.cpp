@@ -8,6 +8,9 @@ struct Portable {
     struct Floats {
         float at[width];
     };
+    struct Ints {
+        std::uint8_t at[width];
+    };
 
     static Floats zero() { return {}; }
 
@@ -89,6 +92,38 @@ struct Portable {
         for (int d = 0; d < kTurnedDims; ++d)
             for (int k = 0; k < kTurnedKeys; ++k)
                 to[d * 4 * width + k] = load_scalar<Format>(rows[k] + at + d * Format::size);
+    }
+
+    static constexpr bool kTables = false;
+
+    static Floats mul(Floats a, const Floats& b) {
+        for (int i = 0; i < width; ++i) a.at[i] *= b.at[i];
+        return a;
+    }
+
+    static Ints bytes(const std::byte* from) {
+        Ints ints;
+        std::memcpy(ints.at, from, sizeof ints.at);
+        return ints;
+    }
+
+    static Ints bytes_twice(const std::byte* from) {
+        Ints ints;
+        for (int half : {0, width / 2}) std::memcpy(ints.at + half, from, width / 2);
+        return ints;
+    }
+
+    template <int First, int Second = First>
+    static Ints shifted(Ints ints) {
+        for (int i = 0; i < width; ++i) ints.at[i] = static_cast<std::uint8_t>(ints.at[i] >> (i < width / 2 ? First : Second));
+        return ints;
+    }
+
+    template <int Bits>
+    static Floats floats(const Ints& ints) {
+        Floats v;
+        for (int i = 0; i < width; ++i) v.at[i] = static_cast<float>(ints.at[i] & ((1 << Bits) - 1));
+        return v;
     }
 };
 

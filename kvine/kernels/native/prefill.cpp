@@ -1,6 +1,6 @@
 // Attention of many queries (a tile of queries walks over tiles of keys, arXiv:2205.14135), shared out among threads by
 // request, KV head and tile of queries. A query's sums are those of attention.cpp, step by step.
-#include "paged.hpp"
+#include "sealed_rows.hpp"
 #include "team.hpp"
 
 namespace kvine {
@@ -35,7 +35,7 @@ class TileOfQueries {
   public:
     TileOfQueries(const Path& path, const Prefill& task, const Item& item)
         : path_(path), prefill_(task), task_(task.each), item_(item),
-          table_(task.each.tables + item.request->table), rows_((item.end - item.begin) * task.each.group),
+          table_(task.each.tables + item.request->table), from_(item.begin), to_(item.end), rows_((item.end - item.begin) * task.each.group),
           stride_(stride_of(path, task.each.width)), scratch_(reserve()), all_(take_sums()), part_(take_sums()),
           x_(scratch_.take(rows_ * stride_)), x_sink_(task_.q_sink ? scratch_.take(rows_ * stride_) : x_),
           keys_(scratch_.take(stride_ * kTileKeys)), values_(scratch_.take(stride_ * kTileKeys)),
@@ -54,9 +54,10 @@ class TileOfQueries {
         for (std::int64_t begin = 0; begin < item_.end; begin += stretch) {
             if (begin + stretch <= start && !keeps(begin, begin + stretch)) continue;
             part_.clear();
-            for (int part = 0; part < num_parts(); ++part)
-                for (std::int64_t tile = begin; tile < std::min(begin + stretch, item_.end); tile += kTileKeys)
-                    read(part, tile);
+            for (std::int64_t tile = begin; tile < std::min(begin + stretch, item_.end); tile += kTileKeys)
+                for_readers(tile, [&] {
+                    for (int part = 0; part < num_parts(); ++part) read(part, tile);
+                });
             all_.merge(part_);
         }
         write(path_, task_, all_, row, item_.kv_head);
@@ -76,6 +77,36 @@ class TileOfQueries {
     }
 
     Sums take_sums() { return {rows_, stride_, scratch_.take(Sums::size(rows_, stride_))}; }
+
+    // Calls f for queries from_ to to_ that read a tile alike: all at once, but where it has packed blocks that are some
+    // queries' own, those of each block by themselves.
+    template <class F>
+    void for_readers(std::int64_t tile, const F& f) {
+        const std::int64_t size = task_.block_size;
+        if (!task_.packed || tile + kTileKeys <= item_.begin / size * size) return f();
+        for (from_ = item_.begin; from_ < item_.end; from_ = to_) {
+            to_ = std::min((from_ / size + 1) * size, item_.end);
+            f();
+        }
+        from_ = item_.begin, to_ = item_.end;
+    }
+
+    // Makes keys and values at places begin to end of a tile what queries from_ to to_ read.
+    void load_tile(std::int64_t tile, int begin, int end) {
+        if (task_.packed) {
+            const std::int64_t first = first_of(*item_.request), length = item_.request->length;
+            const OwnBlock own{from_ / task_.block_size, table_[(length + task_.block_size - 1) / task_.block_size],
+                               first, item_.request->row};
+            const SealedRows rows(path_, task_, table_, item_.kv_head);
+            rows.read_keys(tile, begin, end, own, keys_);
+            rows.read_values(tile, begin, end, own, stride_, values_);
+            return;
+        }
+        const std::byte *keys[kTileKeys], *values[kTileKeys];
+        locate(task_, table_, item_.kv_head, tile, begin, end, keys, values);
+        path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_, kNothing);
+        path_.widen[task_.v_dtype](values, begin, end, task_.width, values_);
+    }
 
     // Sinks, each run of keys that is kept beside them, and the window, in the order that a single query sums them in.
     int num_parts() const { return static_cast<int>(item_.request->num_kept) + 2; }
@@ -102,17 +133,15 @@ class TileOfQueries {
     }
 
     void read(int part, std::int64_t tile) {
-        const auto [begin, end] = seen(part, tile, item_.begin, item_.end - 1);
+        const auto [begin, end] = seen(part, tile, from_, to_ - 1);
         if (begin >= end) return;
-        const bool alike = begin == seen(part, tile, item_.end - 1, item_.end - 1).begin &&
-                           end == seen(part, tile, item_.begin, item_.begin).end;  // as in most tiles
-        const std::byte *keys[kTileKeys], *values[kTileKeys];
-        locate(task_, table_, item_.kv_head, tile, begin, end, keys, values);
-        path_.turn[task_.k_dtype](keys, begin, end, task_.width, keys_, kNothing);
-        path_.widen[task_.v_dtype](values, begin, end, task_.width, values_);
+        const bool alike = begin == seen(part, tile, to_ - 1, to_ - 1).begin &&
+                           end == seen(part, tile, from_, from_).end;  // as in most tiles
+        load_tile(tile, begin, end);
         const float* x = part ? x_ : x_sink_;
-        for (std::int64_t row = 0; row < rows_; row += kBlockRows) {
-            const int count = static_cast<int>(std::min<std::int64_t>(rows_ - row, kBlockRows));
+        const std::int64_t most = (to_ - item_.begin) * task_.group;
+        for (std::int64_t row = (from_ - item_.begin) * task_.group; row < most; row += kBlockRows) {
+            const int count = static_cast<int>(std::min<std::int64_t>(most - row, kBlockRows));
             Span spans[kBlockRows];
             for (int r = 0; r < count; ++r) {
                 spans[r] = {begin, end};
@@ -158,6 +187,7 @@ class TileOfQueries {
     const Decode& task_;
     const Item& item_;
     const std::int64_t* table_;
+    std::int64_t from_, to_;  // positions of the queries that read at the moment
     std::int64_t rows_, stride_;
     Scratch scratch_;
     Sums all_, part_;
