@@ -57,6 +57,7 @@ def endless_json(outcome: "Endless") -> dict[str, Any]:
         {
             "name": text.name,
             "perplexity": text.perplexity,
+            "circles_from": text.circles,
             "planned_bytes": text.planned,
             "pieces": [asdict(piece) for piece in text.pieces],
             "text": text.text,
@@ -75,6 +76,11 @@ def show_endless(outcome: "Endless") -> None:
         f"{text.name}: perplexity {text.perplexity:,.1f} past the first place (geometric mean), at most "
         f"{human_bytes(text.planned)} of K and V by plan. It ends in: {text.text!r}"
         for text in outcome.written
+    ]
+    lines += [
+        f"{text.name} goes round in circles by token {text.circles:,}: a low perplexity from there on is no fluency."
+        for text in outcome.written
+        if text.circles is not None
     ]
     lines.append(
         f"Perplexity: of {outcome.piece_tokens} tokens from there on, by the exact cache from an empty one. Repeated: "

@@ -28,7 +28,8 @@ from kvine.sampling.params import SamplingParams
 PROMPT = "Once upon a time, in a small village by the sea, there lived"
 PIECE = 512  # tokens that are judged at a place
 PLACES = 12
-TEMPERATURE, TOP_P = 1.0, 0.9  # a cooler text soon goes round in circles, a hotter one loses its thread by itself
+TEMPERATURE, TOP_P = 1.0, 0.9  # keeps no text from circles for ever: see `Piece.repeated`
+CIRCLES = 0.5  # share repeated from which a part's perplexity says nothing of how well it reads
 GRAM = 4  # tokens in a row that count as said before
 TOLD = 64  # tokens between two words of progress
 
@@ -73,6 +74,11 @@ class Written:
     def perplexity(self) -> float:
         """Of all pieces but the first, which the window may hold in whole: their geometric mean."""
         return math.exp(fmean(math.log(piece.perplexity) for piece in self.pieces[1:]))
+
+    @property
+    def circles(self) -> int | None:
+        """The start of the first piece that goes round in circles; None if none does."""
+        return next((piece.start for piece in self.pieces if piece.repeated > CIRCLES), None)
 
 
 @dataclass(frozen=True)
