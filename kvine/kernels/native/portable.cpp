@@ -115,7 +115,8 @@ struct Portable {
 
     template <int First, int Second = First>
     static Ints shifted(Ints ints) {
-        for (int i = 0; i < width; ++i) ints.at[i] = static_cast<std::uint8_t>(ints.at[i] >> (i < width / 2 ? First : Second));
+        for (int i = 0; i < width; ++i)
+            ints.at[i] = static_cast<std::uint8_t>(ints.at[i] >> (i < width / 2 ? First : Second));
         return ints;
     }
 

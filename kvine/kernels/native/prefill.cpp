@@ -35,7 +35,8 @@ class TileOfQueries {
   public:
     TileOfQueries(const Path& path, const Prefill& task, const Item& item)
         : path_(path), prefill_(task), task_(task.each), item_(item),
-          table_(task.each.tables + item.request->table), from_(item.begin), to_(item.end), rows_((item.end - item.begin) * task.each.group),
+          table_(task.each.tables + item.request->table), from_(item.begin), to_(item.end),
+          rows_((item.end - item.begin) * task.each.group),
           stride_(stride_of(path, task.each.width)), scratch_(reserve()), all_(take_sums()), part_(take_sums()),
           x_(scratch_.take(rows_ * stride_)), x_sink_(task_.q_sink ? scratch_.take(rows_ * stride_) : x_),
           keys_(scratch_.take(stride_ * kTileKeys)), values_(scratch_.take(stride_ * kTileKeys)),
