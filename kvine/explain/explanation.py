@@ -37,7 +37,7 @@ class LayerGroup:
         window, sink_tokens, kept: what a query sees: its last tokens, the first, and runs of others that are kept in
             sight; a window of None is everything before it.
         k_shape, v_shape: of one layer, [1, kv_heads, length, head_dim].
-        stored_as: dtype of K and V.
+        stored_as: dtype of K and V, or the codecs that pack full blocks.
         num_bytes: of K and V over all layers of the group.
     """
 

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvine.cache.spec import CacheSpec
 from kvine.config import EngineConfig
 from kvine.engine.build import DTYPE_NAMES
 from kvine.engine.engine import EngineParts
@@ -187,9 +188,12 @@ def _token(tokenizer: Tokenizer, position: int, token_id: int) -> Token:
 
 def _groups(runner: Runner, cache: SteppedCache, num_heads: int) -> tuple[LayerGroup, ...]:
     groups = []
-    for pool in runner.attention.pools:
-        spec = pool.spec
+    for number in range(len(runner.attention.backends)):
+        spec = runner.attention.pools[number].spec
         k, v = cache.layer(spec.layers[0])
+        stored_as, num_bytes = DTYPE_NAMES[k.dtype], spec.num_layers * (k.nbytes + v.nbytes)
+        if spec.packs:
+            stored_as, num_bytes = _packed(runner, spec, k.shape[2], len(cache) % spec.block_size)
         groups.append(
             LayerGroup(
                 layers=spec.layers,
@@ -201,11 +205,21 @@ def _groups(runner: Runner, cache: SteppedCache, num_heads: int) -> tuple[LayerG
                 kept=spec.kept,
                 k_shape=tuple(k.shape),
                 v_shape=tuple(v.shape),
-                stored_as=DTYPE_NAMES[k.dtype],
-                num_bytes=spec.num_layers * (k.nbytes + v.nbytes),
+                stored_as=stored_as,
+                num_bytes=num_bytes,
             )
         )
     return tuple(groups)
+
+
+def _packed(runner: Runner, spec: CacheSpec, held: int, begun: int) -> tuple[str, int]:
+    """Codecs and bytes of a group with packed blocks that holds so many tokens, the last ones in a begun block."""
+    pool = runner.attention.pools[runner.attention.open_shelf[runner.attention.layers[spec.layers[0]].group]]
+    sealed = spec.key_bytes(DTYPE_NAMES[pool.k.dtype]) + spec.value_bytes(DTYPE_NAMES[pool.v.dtype])
+    full = (held - begun) // spec.block_size * sealed
+    opened = begun * spec.head_dim * (pool.k.element_size() + pool.v.element_size())
+    names = dict.fromkeys((spec.key_codec, spec.value_codec))
+    return "/".join(names), spec.num_layers * spec.num_kv_heads * (full + opened)
 
 
 def _visible(runner: Runner, length: int) -> Tensor:

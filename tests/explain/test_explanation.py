@@ -107,6 +107,18 @@ def test_groups_say_what_the_cache_holds(explanation: Explanation) -> None:
     assert explanation.block_bytes == sum(group.num_bytes for group in explanation.groups), "whole blocks, all full"
 
 
+def test_groups_of_packed_blocks_are_there_once_with_their_own_bytes(llm: LLM) -> None:
+    for codec, bits in (("int8", (8, 8)), ("k8v4", (8, 4))):
+        packed = LLM(llm.source, device="cpu", dtype="fp32", threads=1, cache=CacheConfig(4, kv_dtype=codec))
+        explanation = packed.explain(PROMPT[:14], steps=0)
+        assert [group.layers for group in explanation.groups] == [(0, 2), (1, 3)]
+        full = explanation.groups[1]
+        assert full.stored_as == ("int8" if codec == "int8" else "int8/int4") and full.k_shape[2] == 14
+        scales = 4 * HEAD_DIM + 4 * 4  # of a block: a channel's key and a token's value have a scale and a minimum
+        sealed = 4 * HEAD_DIM * sum(bits) // 8 + scales
+        assert full.num_bytes == 2 * KV_HEADS * (3 * sealed + 2 * HEAD_DIM * 2 * 4)
+
+
 # -- the text -------------------------------------------------------------------------------------------------------
 
 
