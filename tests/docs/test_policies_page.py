@@ -32,7 +32,7 @@ def rows(length: int, page: Path = PAGE) -> dict[str, list[str]]:
     return {cell[0].strip("`"): cell[1:] for cell in cells}
 
 
-@pytest.mark.parametrize("length", [512, 4096])
+@pytest.mark.parametrize("length", [512, 4096, 8192])
 def test_the_tables_have_every_policy_and_say_what_the_page_says(script: ModuleType, length: int) -> None:
     found = rows(length)
     assert list(found) == [policy.name for policy in script.policies(length)]
