@@ -17,7 +17,7 @@ WALLS = ("walls", "--batches", "1,3", "--contexts", "8,40", "--steps", "1")
 WINDOW = ("window", "--window", "8", "--turns", "0", "--edge", "16")
 MEANING = ("meaning", "--first", "an oak", "--second", "my old oak", "--word", "oak")
 BITS = ("bits", "--tokens", "40", "--block-size", "8", "--bits", "4,2")
-ENDLESS = ("endless", "--tokens", "150", "--window", "20", "--sinks", "2", "--places", "3", "--piece", "40")
+ENDLESS = ("endless", "--passage", "0", "--tokens", "150", "--window", "20", "--places", "3", "--piece", "40")
 SHORT = (Scene("tiny", "Ruby is here.", "Hello.", "Who?", "It is", " Ruby"),)
 
 
@@ -159,12 +159,12 @@ def test_bits_for_machines_and_people(experiment, tmp_path: Path) -> None:
 def test_endless_for_machines_and_people(experiment) -> None:
     report = experiment(*ENDLESS, "--json").json
     assert (report["tokens"], report["context"], report["piece_tokens"]) == (150, 96, 40)
-    assert [row["name"] for row in report["rows"]] == ["window=20,sinks=2,sink-rule=in_cache", "window=22"]
+    assert [row["name"] for row in report["rows"]] == ["window=20,sinks=4,sink-rule=in_cache", "window=24"]
     for row in report["rows"]:
         assert [piece["start"] for piece in row["pieces"]] == [0, 55, 110] and "ids" not in row
         assert all(piece["perplexity"] > 1 and piece["held"] <= row["planned_bytes"] for piece in row["pieces"])
     shown = " ".join(experiment(*ENDLESS).out.split())
-    assert "150 tokens written in one request; the model's context is 96" in shown and "It ends in: " in shown
+    assert "150 tokens of one text; the model's context is 96" in shown and "It ends in: " in shown
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,8 @@ def test_every_experiment_draws(experiment, tmp_path: Path, command: tuple[str, 
         (("bits", "--bits", "four"), "list of numbers"),
         (("bits", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("endless", "--tokens", "100"), "no room for 12 parts of 512"),
-        (("endless", "--seed", "-1"), "seed must be"),
+        (("endless", "--seed", "-1", "--passage", "32", "--piece", "32", "--places", "2"), "seed must be"),
+        (("endless", "--passage", "100"), "--piece is 512, and a turn writes 100 tokens"),
         (("meaning", "--plot", "nowhere/x.svg"), "does not exist"),
     ],
 )

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantizing import loss_of
 from tiny_models import random_prompt, write_checkpoint, write_tokenizer
 
 from kvine.cache.layout import PackedLayout, Part
 from kvine.errors import ContextLengthError, RequestError
+from kvine.evidence.cells.quantizer import kept_by
 from kvine.evidence.experiments.bits import Attended, Bits, Quantized, check_bits, layer_errors, run_bits
 from kvine.evidence.quality.texts import first_tokens, prose
 from kvine.hub import ModelSource
@@ -74,7 +74,7 @@ def test_errors_are_those_of_loops_over_an_independent_quantizer(softcap: float 
         exact = k if of_keys else v
         kept = exact.clone()
         blocks = exact[:, :16].reshape(2, 2, BLOCK, width)
-        kept[:, :16] = loss_of(f"int{one.bits}", one.by_channel)(blocks).reshape(2, 16, width)
+        kept[:, :16] = kept_by(f"int{one.bits}", by_channel=one.by_channel)(blocks).reshape(2, 16, width)
         numbers = [float((kept[h, :16] - exact[h, :16]).norm() / exact[h, :16].norm()) for h in range(2)]
         assert errors.numbers == pytest.approx(np.mean(numbers), rel=1e-4)
         by_head = []
@@ -161,7 +161,9 @@ def test_what_values_lose_is_what_transformers_weights_say(tmp_path: Path, kind:
                 v = values[number].view(60, 2, 16).transpose(0, 1)  # [Hkv, N, D]
                 kept = v.clone()
                 blocks = v[:, :56].reshape(2, 7, BLOCK, 16)
-                kept[:, :56] = loss_of(f"int{row.bits}", row.grouping == "channel")(blocks).reshape(2, 56, 16)
+                kept[:, :56] = kept_by(f"int{row.bits}", by_channel=row.grouping == "channel")(blocks).reshape(
+                    2, 56, 16
+                )
                 a = weights[number][0].view(2, 2, 60, 60)
                 lost = ((a * ~own) @ (kept - v)[:, None]).norm(dim=(-1, -2)) / (a @ v[:, None]).norm(dim=(-1, -2))
                 assert errors.outputs == pytest.approx(float(lost.mean()), rel=2e-2)

@@ -10,6 +10,7 @@ from tiny_models import write_checkpoint, write_tokenizer
 from kvine.config import CacheConfig
 from kvine.errors import RequestError
 from kvine.evidence.experiments.endless import TEMPERATURE, TOP_P, Endless, Piece, Written, check_endless, run_endless
+from kvine.evidence.quality.texts import first_tokens, prose
 from kvine.hub import ModelSource
 from kvine.llm import LLM
 from kvine.sampling.params import SamplingParams
@@ -33,7 +34,15 @@ def load(source: ModelSource, **cache: object) -> LLM:
 @pytest.fixture(scope="module")
 def outcome(source: ModelSource) -> Endless:
     return run_endless(
-        load(source), tokens=TOKENS, window=WINDOW, sinks=SINKS, places=PLACES, piece=PIECE, prompt=PROMPT, seed=5
+        load(source),
+        tokens=TOKENS,
+        window=WINDOW,
+        sinks=SINKS,
+        places=PLACES,
+        piece=PIECE,
+        passage=0,
+        prompt=PROMPT,
+        seed=5,
     )
 
 
@@ -78,8 +87,32 @@ def test_perplexity_is_of_the_part_by_itself(source: ModelSource, outcome: Endle
         assert text.perplexity == pytest.approx(mean)
 
 
+def test_turns_read_prose_and_write_on(source: ModelSource) -> None:
+    """Each turn writes what one request over all of the text before it writes, past the model's context too."""
+    outcome = run_endless(
+        load(source), tokens=600, window=WINDOW, sinks=SINKS, places=3, piece=40, passage=20, prompt=PROMPT, seed=3
+    )
+    with_sinks, without = outcome.written
+    llm, exact = load(source, window=WINDOW, sink_tokens=SINKS, sink_rule="in_cache"), load(source)
+    text, prose_ids = llm.encode(PROMPT), first_tokens(llm.tokenizer, prose(600), 600)
+    for turn in range(15):
+        text += prose_ids[20 * turn : 20 * (turn + 1)]
+        params = SamplingParams(max_tokens=20, temperature=TEMPERATURE, top_p=TOP_P, seed=3, ignore_eos=True)
+        text += llm.generate(text, params).token_ids
+    assert [*llm.encode(PROMPT), *with_sinks.ids[:600]] == text and len(without.ids) == 600
+    assert with_sinks.ids != without.ids
+    for piece in with_sinks.pieces:
+        lost = []
+        for turn in (piece.start, piece.start + 40):
+            ids = list(with_sinks.ids[turn : turn + 40])
+            rows = exact.logits(ids)[0].double().log_softmax(-1)
+            lost += [-float(rows[i - 1, ids[i]]) for i in range(20, 40)]
+        assert piece.perplexity == pytest.approx(math.exp(sum(lost) / 40), rel=1e-4)
+    assert [piece.start for piece in with_sinks.pieces] == [0, 240, 520]
+
+
 def test_smollm2_stays_fluent_past_its_window_with_sinks_and_not_without() -> None:
-    outcome = run_endless(LLM("smollm2-135m", threads=1), tokens=512, window=64, places=4, piece=128)
+    outcome = run_endless(LLM("smollm2-135m", threads=1), tokens=768, window=64, places=3, piece=128, passage=32)
     with_sinks, without = outcome.written
     assert with_sinks.circles is None, "or its perplexity would say nothing"
     assert with_sinks.perplexity < without.perplexity / 1.5
@@ -94,13 +127,17 @@ def test_a_text_in_circles_is_told_from_a_fluent_one() -> None:
 
 
 @pytest.mark.slow
-def test_50000_tokens_are_written_in_constant_memory() -> None:
-    """Memory only: with these settings the text goes round in circles long before, as docs/experiments.md says."""
+def test_50000_tokens_in_constant_memory_are_fluent_with_sinks_and_not_without() -> None:
     outcome = run_endless(LLM("smollm2-135m", threads=torch.get_num_threads()), tokens=50_000)
     assert outcome.tokens > 6 * outcome.context
     for text in outcome.written:
         assert len(text.ids) == 50_000
         assert len({piece.held for piece in text.pieces}) == 1 and text.pieces[0].held <= text.planned
+    with_sinks, without = outcome.written
+    assert with_sinks.circles is None, "or its perplexity would say nothing"
+    assert with_sinks.perplexity < without.perplexity / 1.5
+    last = [piece.perplexity for piece in with_sinks.pieces[-4:]]
+    assert math.prod(last) ** (1 / 4) < 2 * with_sinks.perplexity, "it does not get worse"
 
 
 @pytest.mark.parametrize(
@@ -110,14 +147,17 @@ def test_50000_tokens_are_written_in_constant_memory() -> None:
         ((1000, 64, 0, 2, 64), "--sinks is 0"),
         ((1000, 64, 4, 1, 64), "--places is 1"),
         ((1000, 64, 4, 2, 4), "--piece is 4"),
-        ((1000, 64, 4, 8, 512), "1,000 tokens have no room for 8 parts of 512: raise --tokens, or lower --places"),
+        ((1000, 64, 4, 2, 64, 4), "--passage is 4"),
+        ((1000, 64, 4, 2, 64, 10), "--piece is 64, and a turn writes 10 tokens"),
+        ((1000, 64, 4, 8, 64, 64), "1,000 tokens have no room for 8 parts of 64"),
+        ((1000, 64, 4, 8, 512, 0), "1,000 tokens have no room for 8 parts of 512: raise --tokens, or lower --places"),
     ],
 )
-def test_what_cannot_be_is_a_sentence(numbers: tuple[int, int, int, int, int], said: str) -> None:
+def test_what_cannot_be_is_a_sentence(numbers: tuple[int, ...], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         check_endless(*numbers)
 
 
 def test_a_part_that_the_model_cannot_read_is_a_sentence(source: ModelSource) -> None:
     with pytest.raises(RequestError, match="does not fit the model's context of 512, in which it is judged"):
-        run_endless(load(source), tokens=2000, places=2, piece=600)
+        run_endless(load(source), tokens=2000, places=2, piece=600, passage=0)

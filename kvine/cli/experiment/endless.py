@@ -18,28 +18,39 @@ if TYPE_CHECKING:
 @spread_options
 def endless(
     model: ModelOptions,
-    tokens: Annotated[int, typer.Option(help="To write, past the model's context too.")] = 50_000,
+    tokens: Annotated[int, typer.Option(help="To read and write, past the model's context too.")] = 50_000,
     window: Annotated[int, typer.Option(help="Tokens that a query sees beside sinks.")] = 512,
     sinks: Annotated[int, typer.Option(help="First tokens that stay visible.")] = 4,
     places: Annotated[int, typer.Option(help="Parts that are judged, evenly from the first token to the last.")] = 12,
-    piece: Annotated[int, typer.Option(help="Tokens of each part.")] = 512,
+    piece: Annotated[int, typer.Option(help="Written tokens of each part.")] = 512,
+    passage: Annotated[
+        int, typer.Option(help="Tokens of prose that are read in each turn, and then written; 0: all is written.")
+    ] = 128,
     seed: Annotated[int, typer.Option(help="Of the sampler; the same for both texts.")] = 0,
     plot: PlotFile = None,
     json: Json = False,
 ) -> None:
-    """Write without end, by a window with sinks and by one without: is it fluent, and what does it hold in memory?
+    """Read and write in turns without end, by a window with sinks and by one without: is it fluent, what does it hold?
 
     Parts of both texts are judged by the exact cache. docs/experiments.md says how to read it.
     """
     with ended_by_interrupt():
         from kvine.evidence.experiments.endless import check_endless, run_endless
-    check_endless(tokens, window, sinks, places, piece)
+    check_endless(tokens, window, sinks, places, piece, passage)
     llm = open_for_experiment(model, plot)
     from kvine.cli.evidence_progress import EvidenceProgress
 
     with EvidenceProgress() as progress:
         outcome = run_endless(
-            llm, tokens=tokens, window=window, sinks=sinks, places=places, piece=piece, seed=seed, progress=progress
+            llm,
+            tokens=tokens,
+            window=window,
+            sinks=sinks,
+            places=places,
+            piece=piece,
+            passage=passage,
+            seed=seed,
+            progress=progress,
         )
     if plot is not None:
         from kvine.evidence.experiments.pictures import draw_endless
@@ -64,8 +75,8 @@ def endless_json(outcome: "Endless") -> dict[str, Any]:
         }
         for text in outcome.written
     ]
-    told = ("model", "dtype", "packings", "device", "context", "tokens", "window", "sinks", "piece_tokens", "seed")
-    return {name: getattr(outcome, name) for name in told} | {"rows": rows}
+    told = ("model", "dtype", "packings", "device", "context", "tokens", "window", "sinks", "passage", "piece_tokens")
+    return {name: getattr(outcome, name) for name in (*told, "seed")} | {"rows": rows}
 
 
 def show_endless(outcome: "Endless") -> None:
@@ -83,8 +94,8 @@ def show_endless(outcome: "Endless") -> None:
         if text.circles is not None
     ]
     lines.append(
-        f"Perplexity: of {outcome.piece_tokens} tokens from there on, by the exact cache from an empty one. Repeated: "
-        "share of 4 tokens in a row that stood before among them. K/V: the most held up to the next place."
+        f"Perplexity: of {outcome.piece_tokens} written tokens from there on, by the exact cache from an empty one. "
+        "Repeated: share of 4 tokens in a row that stood before among them. K/V: the most held up to the next place."
     )
     show_output(_table(outcome), *map(Text, lines))
 
@@ -96,7 +107,7 @@ def _table(outcome: "Endless") -> "Table":
 
     dtype = computes_in(outcome.dtype, outcome.packings)
     table = Table(
-        title=f"{outcome.model}, {dtype} on {outcome.device}: {outcome.tokens:,} tokens written in one request; the "
+        title=f"{outcome.model}, {dtype} on {outcome.device}: {outcome.tokens:,} tokens of one text; the "
         f"model's context is {outcome.context:,}",
         box=None,
         pad_edge=False,

@@ -17,8 +17,8 @@ _MOST_CHANNELS = 32
 def block_loss(cache: CacheConfig) -> BlockLoss:
     """What a cache with a packed codec makes of keys and values."""
     keys, values = cache.codecs
-    kept_keys = _kept(keys, by_channel=not keys.endswith("-token"))
-    kept_values = _kept(values, by_channel=False)
+    kept_keys = kept_by(keys, by_channel=not keys.endswith("-token"))
+    kept_values = kept_by(values, by_channel=False)
     return BlockLoss(
         cache.block_size,
         kept_keys,
@@ -32,7 +32,7 @@ def _exact(values: Tensor) -> Tensor:
     return values
 
 
-def _kept(codec: str, *, by_channel: bool) -> Callable[[Tensor], Tensor]:
+def kept_by(codec: str, *, by_channel: bool) -> Callable[[Tensor], Tensor]:
     """Of blocks [..., T, D]."""
     if codec == "exact":
         return _exact

@@ -121,7 +121,7 @@ def draw_bits(outcome: Bits, path: Path) -> None:
 
 def draw_endless(outcome: Endless, path: Path) -> None:
     """Perplexity of the parts that were judged, logarithmic, and K and V held, along the text."""
-    title = f"{outcome.model}: {outcome.tokens:,} tokens written in one request"
+    title = f"{outcome.model}: {outcome.tokens:,} tokens of one text"
     with plot(path, title=title, panels=2) as (fluency, memory):
         for text in outcome.written:
             starts = [piece.start for piece in text.pieces]
@@ -130,7 +130,7 @@ def draw_endless(outcome: Endless, path: Path) -> None:
             memory.plot(starts, [piece.held / 2**20 for piece in text.pieces], "o-", label=name)
         for panel in (fluency, memory):
             panel.axvline(outcome.context, color="gray", linestyle=":", label="the model's context")
-            panel.set(xlabel="tokens written")
+            panel.set(xlabel="tokens of the text")
             panel.legend(fontsize=7)
         fluency.set(yscale="log", ylabel=f"perplexity of {outcome.piece_tokens} tokens, by the exact cache")
         memory.set(ylabel="MiB of K and V held")
