@@ -51,8 +51,8 @@ def checked_spans(spans: object) -> Spans:
 
 
 def parse_spans(text: str) -> Spans:
-    """Reads `0:4,100:108`, ends outside; ValueError for anything else."""
-    parts = [part.partition(":") for part in text.split(",") if part.strip()]
+    """Reads `0:4,100:108`, or with plus signs between, ends outside; ValueError for anything else."""
+    parts = [part.partition(":") for part in text.replace("+", ",").split(",") if part.strip()]
     return checked_spans([(int(first), int(end)) for first, _, end in parts])
 
 

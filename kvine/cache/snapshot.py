@@ -302,13 +302,14 @@ def _check_origin(path: Path, header: dict[str, Any], origin: Origin) -> None:
     with suppress(ValueError):  # sinks inside this cache may leave no place for what is pinned
         if header["namespace"] == origin.namespace(merged(checked_spans(header["pinned"]))).hex():
             return
-    if header["weights"] != origin.weights:
+    there, here = header["options"], json.loads(json.dumps(dict(origin.options)))
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if names:
+        differs = "with " + ", ".join(f"{name} {there.get(name)} (here {here.get(name)})" for name in names)
+    elif header["weights"] != origin.weights:
         differs = f"for {header['model']} and its weights, which are not those of {origin.model} as it is loaded here"
     else:
-        there, here = header["options"], json.loads(json.dumps(dict(origin.options)))
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-        told = [f"{name} {there.get(name)} (here {here.get(name)})" for name in names]
-        differs = "with " + (", ".join(told) or "keys and values of another kind")
+        differs = "with keys and values of another kind"
     raise SessionError(f"{path} was saved {differs}: load the model as it was then, or make the session anew.")
 
 

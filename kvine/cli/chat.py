@@ -172,7 +172,8 @@ class Session:
     def _load(self, name: str) -> None:
         num_tokens = self.conversation.load(_file(name))
         turns = self.conversation.turns
-        note(f"{len(turns)} turns, {num_tokens:,} tokens from {name}; you said last: {turns[-1].user}")
+        count = f"{len(turns)} turn{'s' if len(turns) > 1 else ''}"
+        note(f"{count}, {num_tokens:,} tokens from {name}; you said last: {turns[-1].user}")
 
     def _reset(self, _: str) -> None:
         self.conversation.turns.clear()

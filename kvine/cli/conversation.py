@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from kvine.sampling.params import SamplingParams
 
 
+CHAT_NOTE = "kvine-chat"  # what a session's file holds beside the text if that is a conversation
+
+
 @dataclass(frozen=True)
 class Turn:
     """What the user said and what came of it.
@@ -90,8 +93,10 @@ class Conversation:
         if not self.turns:
             raise RequestError("There is nothing to save: nothing has been said yet.")
         note = {"system": self.system, "turns": [[turn.user, turn.text] for turn in self.turns]}
-        with self.llm.session(self.llm.encode_chat(self.messages(), add_generation_prompt=False)) as session:
-            session.save(path, note={"kvine-chat": note})
+        pinned = self.llm.system_span(self.messages()) if self.pin_system else ()
+        ids = self.llm.encode_chat(self.messages(), add_generation_prompt=False)
+        with self.llm.session(ids, pinned=pinned) as session:
+            session.save(path, note={CHAT_NOTE: note})
             return session.num_tokens
 
     def load(self, path: Path) -> int:

@@ -1,11 +1,13 @@
 """`kvine generate`: continues one prompt; the text goes to stdout as it comes, everything else to stderr."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvine.cli.conversation import CHAT_NOTE
 from kvine.cli.loading import open_llm
 from kvine.cli.options import CacheOptions, ChoiceOptions, ModelOptions, SamplingOptions, parse_runs, spread_options
 from kvine.cli.terminal import seconds_since_start, write, write_json
@@ -15,6 +17,9 @@ from kvine.spans import merged
 if TYPE_CHECKING:
     from kvine.engine.engine import ModelCall
     from kvine.generation import Generation, TextGeneration
+    from kvine.llm import LLM
+    from kvine.session import Session
+    from kvine.spans import Spans
 
 
 _NO_SESSION = (
@@ -63,10 +68,8 @@ def generate(
 
     calls: list[ModelCall] = []
     llm.trace(calls.append if trace else None)
-    kept = None if session is None else llm.load_session(session) if session.exists() else llm.session(pinned=pinned)
+    kept = None if session is None else _open_session(llm, session, pinned)
     if kept is not None:
-        if pinned and kept.pinned != merged(pinned):
-            raise RequestError(f"{session} was begun with other pinned positions: leave --pin out.")
         result = _shown(kept.stream(params, after=text), silent=json)
     else:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -109,3 +112,17 @@ def read_stdin() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(f"The prompt on stdin is not {error.encoding} text: convert it first.") from None
+
+
+def _open_session(llm: "LLM", path: Path, pinned: "Spans") -> "Session":
+    """The text kept in a file, or a new one."""
+    if not os.path.lexists(path):
+        if not path.parent.is_dir():
+            raise RequestError(f"The folder {path.parent} of the session's file does not exist: make it first.")
+        return llm.session(pinned=pinned)
+    kept = llm.load_session(path)
+    if isinstance(kept.note, dict) and CHAT_NOTE in kept.note:
+        raise RequestError(f"{path} holds a conversation: go on with it by /load in kvine chat, or give another file.")
+    if pinned and kept.pinned != merged(pinned):
+        raise RequestError(f"{path} was begun with other pinned positions: leave --pin out.")
+    return kept

@@ -204,7 +204,8 @@ class CacheOptions:
         str | None, _cache("Budget for K and V, such as 512MiB; by default part of the free memory.")
     ] = None
     kv_dtype: Annotated[
-        str, _cache("What K and V are stored as: exact, fp32, fp16, bf16, int8, int4, int2, or KEYS/VALUES, as k8v4.")
+        str,
+        _cache("What K and V are stored as: exact, fp32, fp16, bf16, int8, int4, int2, int4-token …, or two, as k8v4."),
     ] = CacheConfig.kv_dtype
     block_size: Annotated[int, _cache("Tokens in a block.")] = CacheConfig.block_size
     window: Annotated[int | None, _cache("See the last n tokens only.")] = CacheConfig.window
@@ -235,7 +236,7 @@ class CacheOptions:
             kv_dtype=self.kv_dtype,
             window=self.window,
             sink_tokens=self.sinks,
-            sink_rule=self.sink_rule,  # type: ignore[arg-type]  # checked there
+            sink_rule=self.sink_rule.replace("-", "_"),  # type: ignore[arg-type]  # checked there
             global_tokens=parse_runs("--global-tokens", self.global_tokens),
             prefix_caching=not self.no_prefix_caching,
             cache_dir=self.cache_dir,

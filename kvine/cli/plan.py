@@ -70,6 +70,9 @@ class KeepOptions:
     ] = CacheConfig.kv_dtype
     window: Annotated[int | None, _option("Cache", "See the last n tokens only.")] = CacheConfig.window
     sinks: Annotated[int, _option("Cache", "First tokens that stay visible past the window.")] = CacheConfig.sink_tokens
+    sink_rule: Annotated[str, _option("Cache", "absolute, or in_cache to go on past the model's context.")] = (
+        CacheConfig.sink_rule
+    )
     global_tokens: Annotated[
         str, _option("Cache", "Positions that stay visible past the window, such as 0:4,100:108.", metavar="RUNS")
     ] = ""
@@ -83,6 +86,7 @@ class KeepOptions:
             kv_dtype=self.kv_dtype,
             window=self.window,
             sink_tokens=self.sinks,
+            sink_rule=self.sink_rule.replace("-", "_"),  # type: ignore[arg-type]  # checked there
             global_tokens=parse_runs("--global-tokens", self.global_tokens),
         )
         return cache, EngineConfig(max_step_tokens=self.max_step_tokens)

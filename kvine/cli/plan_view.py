@@ -157,6 +157,8 @@ def _fits_line(planned: "Plan") -> str:
     trained = planned.subject.max_context
     if trained is not None and fits.max_context is not None and fits.max_context > trained:
         longest += f" (trained for {trained:,})"
+    elif trained is not None and fits.max_context is None and planned.cache.sink_rule == "absolute":
+        longest += f" (but {trained:,} tokens are the model's context, which only in_cache sinks go past)"
     return (
         f"Fits in {memory}: {_requests(planned.batch)} of {longest}, or "
         f"{_requests(fits.max_batch)} of {planned.context:,} tokens."

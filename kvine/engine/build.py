@@ -84,6 +84,7 @@ def standard_parts(
     )
     if cache.cache_dir is not None:
         label = f"{model.path.name}, {dtype}, K/V {cache.kv_dtype}"
+        label += "" if cache.window is None else f", window {cache.window}"
         manager.tier = StoreTier(manager, PoolBytes(pools), disk_store(cache.cache_dir, cache.cache_size), label)
     endless = all(spec.window is not None for spec in specs) and cache.sink_rule == "in_cache"
     return EngineParts(

@@ -1,3 +1,4 @@
+import errno
 import json
 
 import numpy as np
@@ -355,6 +356,17 @@ def test_a_session_is_one_text_in_the_cache(generate, tmp_path, options):
     assert ended.code == 2 and "--session goes on as one text" in ended.err and not list(tmp_path.iterdir())
 
 
+def test_a_conversation_is_not_gone_on_with_as_a_text(generate, chat, tmp_path):
+    file = tmp_path / "talk"
+    assert chat("Hello", f"/save {file}").code == 0
+    before = file.read_bytes()
+    ended = generate(PROMPT, "--session", file)
+    assert ended.code == 2 and f"{file} holds a conversation: go on with it by /load" in ended.err
+    assert file.read_bytes() == before and ended.out == ""
+    ended = generate(PROMPT, "--session", tmp_path / "nowhere" / "story")
+    assert ended.code == 2 and "does not exist: make it first" in ended.err and ended.out == ""
+
+
 def test_a_file_that_is_no_session_is_not_touched(generate, tmp_path):
     file = tmp_path / "notes"
     file.write_text("mine")
@@ -366,7 +378,12 @@ def test_a_file_that_is_no_session_is_not_touched(generate, tmp_path):
     assert other.code == 2 and "with kv_dtype exact (here int8)" in other.err
 
 
-def test_what_cannot_be_kept_has_been_shown(generate, tmp_path):
-    ended = generate(PROMPT, *TEN, "--session", tmp_path / "missing" / "story")
+def test_what_cannot_be_kept_has_been_shown(generate, tmp_path, monkeypatch):
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvine.cache.snapshot.os.fsync", full)
+    ended = generate(PROMPT, *TEN, "--session", tmp_path / "story")
+    monkeypatch.undo()
     assert ended.code == 2 and "cannot be written" in ended.err
     assert ended.out == generate(PROMPT, *TEN).out

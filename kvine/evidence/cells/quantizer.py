@@ -33,7 +33,7 @@ def _exact(values: Tensor) -> Tensor:
 
 
 def kept_by(codec: str, *, by_channel: bool) -> Callable[[Tensor], Tensor]:
-    """Of blocks [..., T, D]."""
+    """What a codec makes of blocks [..., T, D], its groups channels over a block, or channels of a token."""
     if codec == "exact":
         return _exact
     if not is_packed(codec):

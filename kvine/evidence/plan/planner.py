@@ -5,9 +5,7 @@ The formulas live with what they describe, in `cache/spec.py` and `models/`: the
 
 from collections.abc import Callable
 
-from kvine.cache.layout import ITEM_BYTES
 from kvine.cache.shelf import Shelf, shelves_of
-from kvine.cache.spec import CacheSpec
 from kvine.config import MOST_TOKENS, CacheConfig, EngineConfig, check_dtype, parse_bytes
 from kvine.errors import ConfigError
 from kvine.evidence.plan.answer import Fits, Group, Plan, Walls
@@ -118,14 +116,16 @@ class Planner:
         self.device, self.room, self.speed = device, room, speed
         self.sequences, self.shared = sequences, shared
         self.specs = cache_specs(subject, cache)
+        if kv_bits is not None:  # a block of so many bits is the same before and after it is full
+            self.specs = tuple(spec.opened() for spec in self.specs)
         self.shelves = shelves_of(self.specs)
         if kv_bits is None:
             self.kv_dtype = subject.dtype if cache.kv_dtype == "exact" else cache.kv_dtype
             sizes = [shelf.bytes_per_block(subject.dtype) for shelf in self.shelves]
         else:
             self.kv_dtype = f"{kv_bits} bits"
-            elements = [spec.bytes_per_block(subject.dtype) // _item_bytes(spec, subject.dtype) for spec in self.specs]
-            sizes = [number * kv_bits // 8 for number in elements]
+            in_token = 2 * subject.num_kv_heads * subject.head_dim
+            sizes = [spec.num_layers * in_token * spec.block_size * kv_bits // 8 for spec in self.specs]
         self.shelf_sizes = sizes
         self.sizes = sizes[: len(self.specs)]
         self.token_sizes = [size // cache.block_size for size in self.sizes]
@@ -258,10 +258,6 @@ class Planner:
     def _reads_less(self, context: int, weights: Weights) -> Callable[[int], bool]:
         """Whether so many requests read less of K and V than of the weights."""
         return lambda number: self.read(context, number) <= weights.bytes_per_step(number * self.sequences)
-
-
-def _item_bytes(spec: CacheSpec, dtype: str) -> int:
-    return ITEM_BYTES[dtype if spec.key_codec == "exact" else spec.key_codec]
 
 
 def _warnings(subject: Subject, context: int, fits: Fits) -> tuple[str, ...]:

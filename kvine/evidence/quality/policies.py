@@ -19,7 +19,7 @@ SWEEP_CODECS = ("bf16", "int8", "k8v4", "int4", "int2")
 # Options whose names on the command line are not those of `CacheConfig` with hyphens.
 _FIELDS: Mapping[str, str] = MappingProxyType({"sinks": "sink_tokens"})
 # What belongs to a run as a whole, or changes no result.
-_ELSEWHERE = frozenset({"kv_memory", "prefix_caching"})
+_ELSEWHERE = frozenset({"kv_memory", "prefix_caching", "cache_dir", "cache_size"})
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _values(words: str) -> dict[str, str]:
         if not equals or not right:
             raise RequestError(
                 f"The policy {words!r} has {pair.strip()!r}, which is not NAME=VALUE: write exact, or pairs such as "
-                "window=256,sinks=4."
+                "window=256,sinks=4; runs of global-tokens have a + between them."
             )
         if option not in known:
             raise RequestError(f"The policy {words!r} sets {left!r}: choose among {', '.join(known)}.")
@@ -134,7 +134,7 @@ def _typed(values: Mapping[str, str]) -> dict[str, Any]:
         typed[name] = int(value) if is_number and value.isdecimal() else value
     if (runs := typed.get("global_tokens")) is not None:
         try:
-            typed["global_tokens"] = parse_spans(runs.replace("+", ","))  # commas stand between options
+            typed["global_tokens"] = parse_spans(runs)
         except ValueError:
             raise RequestError(f"global-tokens={runs} names no positions: write runs such as 0:4+100:108.") from None
     return typed

@@ -94,6 +94,12 @@ def test_a_person_reads_what_fits_and_what_limits() -> None:
         assert said in text, text
     mixture = " ".join(run(CONFIGS / "gpt-oss-20b.json", "--compare", "bits").stdout.split())
     assert "the last 128" in mixture and "does not run 'GptOssForCausalLM'" in mixture and "4 bits" in mixture
+    endless = "1 request of any length (but 8,192 tokens are the model's context, which only in_cache sinks go past)"
+    windowed = ("smollm2-135m", "--window", 64, "--sinks", 4)
+    assert endless in " ".join(run(*windowed).stdout.split())
+    assert "1 request of any length, or" in " ".join(run(*windowed, "--sink-rule", "in-cache").stdout.split())
+    packed = " ".join(run("smollm2-135m", "--kv-dtype", "k8v4", "--compare", "bits").stdout.split())
+    assert all(f"{bits} bits" in packed for bits in (16, 8, 4))
     unknown = run("--layers", 46, "--kv-width", 4096).stdout
     assert "not counted" in unknown
 
