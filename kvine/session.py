@@ -1,5 +1,7 @@
 """`Session`: a text that goes on, is cut, forked and edited at any place, and kept in a file; its past stays cached."""
 
+import json
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,7 +102,9 @@ class Session:
         Raises:
             RequestError: if it is not there.
         """
-        wanted, number = text.encode(errors="surrogatepass"), max(start, 0)
+        if not isinstance(text, str):
+            raise RequestError(f"find looks for a text, not for {text!r}.")
+        wanted, number = text.encode(errors="surrogatepass"), max(_whole(start), 0)
         pieces = [self._llm.tokenizer.token_bytes(t, skip_special=False) for t in self._text.tokens[number:]]
         at = b"".join(pieces).find(wanted)
         if at < 0 or not wanted:
@@ -168,6 +172,7 @@ class Session:
         Raises:
             RequestError: if there are fewer, or the number is negative: it counts what stays, not what goes.
         """
+        num_tokens = _whole(num_tokens)
         with self._llm.lock:
             text = self._usable()
             if not 0 <= num_tokens <= len(text.tokens):
@@ -193,6 +198,7 @@ class Session:
         Raises:
             RequestError: if there are no such tokens; also as `append`. The session is as it was then.
         """
+        start, stop = _whole(start), _whole(stop)
         with self._llm.lock:
             old = self._usable().tokens
             if not 0 <= start <= stop <= len(old):
@@ -213,8 +219,10 @@ class Session:
             note: anything that JSON can say, to be found as `note` of the session that is loaded.
 
         Raises:
-            SessionError: if it cannot be written; a file that was there is as it was.
+            RequestError: for a note that JSON cannot say.
+            SessionError: if it cannot be written; a file that was there is as it was, and what is no file too.
         """
+        _check_note(note)
         self._compute(self.tokens)
         memories = PoolBytes(self._runner.attention.pools)
         return write_snapshot(Path(path), _origin(self._llm), self._borrowed, self._llm.engine.manager, memories, note)
@@ -307,6 +315,22 @@ class Session:
         with uninterrupted():
             self._texts.change(self._text, tokens)
             self._runner.give_back()
+
+
+def _whole(number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]  # that is what it finds out
+    except TypeError:
+        raise RequestError(f"Tokens of a session are counted in whole numbers, not in {number!r}.") from None
+
+
+def _check_note(note: Any) -> None:
+    try:
+        json.dumps(note)
+    except (TypeError, ValueError, RecursionError):
+        raise RequestError(
+            "The note of a session is kept as JSON: give texts, numbers, lists and mappings by text."
+        ) from None
 
 
 def load_session(llm: "LLM", path: Path) -> Session:

@@ -1,6 +1,7 @@
 """Runs of positions, `(first, end)` with the end outside, that a window keeps in sight: global tokens, pinned texts."""
 
 import operator
+import re
 from collections.abc import Iterable
 
 Span = tuple[int, int]
@@ -52,8 +53,12 @@ def checked_spans(spans: object) -> Spans:
 
 def parse_spans(text: str) -> Spans:
     """Reads `0:4,100:108`, or with plus signs between, ends outside; ValueError for anything else."""
-    parts = [part.partition(":") for part in text.replace("+", ",").split(",") if part.strip()]
-    return checked_spans([(int(first), int(end)) for first, _, end in parts])
+    if not text.strip():
+        return ()
+    found = [re.fullmatch(r"([0-9]+):([0-9]+)", part.strip()) for part in re.split("[,+]", text)]
+    if not all(found):
+        raise ValueError(text)
+    return checked_spans([(int(run[1]), int(run[2])) for run in found if run])
 
 
 def beyond_beginning(spans: Iterable[Span], beginning: int) -> Spans:

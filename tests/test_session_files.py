@@ -22,7 +22,7 @@ from tiny_text import write_tokenizer
 from kvine import LLM, CacheConfig, SamplingParams
 from kvine.cache import snapshot as snapshots
 from kvine.engine.build import build_engine, standard_parts
-from kvine.errors import ContextLengthError, SessionError
+from kvine.errors import ContextLengthError, RequestError, SessionError
 from kvine.models.cache_specs import cache_specs
 
 Tiny = Callable[..., tuple[Any, Path]]
@@ -363,13 +363,48 @@ open_llm(Path(sys.argv[2])).session(TEXT[50:150]).save(sys.argv[3])
 def test_files_that_cannot_be_written_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
     session = open_llm(folders["TL"]).session(TEXT[:9])
     for path in (tmp_path, tmp_path / "missing" / "session", tmp_path / ("x" * 300)):
-        with pytest.raises(SessionError, match="cannot be written"):
+        with pytest.raises(SessionError, match="cannot be written|is no file"):
             session.save(path)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
     session.save(link)
     assert link.is_symlink() and (tmp_path / "target").exists(), "a link stays one"
     assert session.generate(SamplingParams(max_tokens=1)).usage.cached_tokens == 8
+
+
+def test_what_is_no_file_is_never_replaced(folders: dict[str, Path], tmp_path: Path) -> None:
+    session = open_llm(folders["TL"]).session(TEXT[:9])
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "to\0nowhere"):
+        with pytest.raises(SessionError, match=r"is no file|names no file|cannot be written"):
+            session.save(path)
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and list(tmp_path.iterdir()) == [pipe]
+    with pytest.raises(SessionError, match="names no file that can hold a session"):
+        session._llm.load_session(tmp_path / "to\0nowhere")
+
+
+def test_what_json_cannot_say_is_no_note_and_positions_are_whole_numbers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    session = open_llm(folders["TL"]).session(TEXT[:9])
+    endless: list[Any] = []
+    endless.append(endless)
+    for note in (object(), {1, 2}, endless):
+        with pytest.raises(RequestError, match="kept as JSON"):
+            session.save(tmp_path / "file", note=note)
+    wrong: tuple[Callable[[Any], object], ...] = (
+        lambda s: s.crop(1.5),
+        lambda s: s.crop(None),
+        lambda s: s.edit(None, 2, ""),
+        lambda s: s.edit(0, "2", ""),
+    )
+    for call in wrong:
+        with pytest.raises(RequestError, match="counted in whole numbers"):
+            call(session)
+    with pytest.raises(RequestError, match="find looks for a text"):
+        session.find(3)  # type: ignore[arg-type]
+    assert session.tokens == TEXT[:9] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -87,7 +87,8 @@ def _bytes(parameters: Tensor, layout: PackedLayout) -> Tensor:
 
 def _parameters(stored: Tensor, layout: PackedLayout) -> Tensor:
     """The inverse of `_bytes`, in fp32."""
-    ordered = stored.contiguous().view(torch.float16).float()
+    # A copy always: what is contiguous as it lies may begin at an odd byte, where no fp16 can.
+    ordered = stored.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
     if layout.by_channel:
         return ordered.unsqueeze(-2)
     if layout.part == "key":

@@ -111,7 +111,10 @@ def write_snapshot(
         SessionError: if it cannot be written; what was there before is as it was.
     """
     try:
-        with _replacing(Path(os.path.realpath(path))) as file:
+        real = Path(os.path.realpath(path))
+        if real.exists() and not real.is_file():  # a device or a pipe would be replaced by a file
+            raise SessionError(f"{path} is no file: give the name of one, or of none that is there.")
+        with _replacing(real) as file:
             with borrow() as (tokens, sequence):
                 _write(file, origin, tokens, sequence, manager, memories, note)
             return file.tell()
@@ -119,6 +122,8 @@ def write_snapshot(
         raise SessionError(
             f"{path} cannot be written ({error.strerror}): give another file. One that was there is as it was."
         ) from None
+    except ValueError:
+        raise _no_path(path) from None
 
 
 def read_snapshot(path: Path, origin: Origin, manager: CacheManager, memories: Memories, vocab_size: int) -> Snapshot:
@@ -323,6 +328,12 @@ def _mapped(path: Path) -> memoryview:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise SessionError(f"{path} cannot be read ({error.strerror}): give a session's file.") from None
+    except ValueError:  # what has no size cannot be mapped either
+        raise _no_path(path) from None
+
+
+def _no_path(path: Path) -> SessionError:
+    return SessionError(f"{str(path)!r} names no file that can hold a session: give another name.")
 
 
 def _damaged(path: Path) -> SessionError:

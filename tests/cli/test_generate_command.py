@@ -235,6 +235,8 @@ MISTAKES = {
     "sinks": (("--sinks", 4), "window"),
     "sink_rule": (("--sink-rule", "x"), "sink_rule"),
     "global_tokens": (("--global-tokens", "0-4", "--window", 8), "--global-tokens '0-4' names no positions"),
+    "global_commas": (("--global-tokens", ",,", "--window", 8), "',,' names no positions"),
+    "global_digits": (("--global-tokens", "1_0:2_0", "--window", 8), "names no positions"),
     "globals_alone": (("--global-tokens", "0:4"), "need a window"),
     "pin": (("--pin", "4:2"), "--pin '4:2' names no positions"),
     "pin_far": (("--pin", "5:10"), "the prompt at 9"),

@@ -1,10 +1,11 @@
 """What packed blocks take, and that neither batch mates nor preemption change what is computed with them."""
 
 import pytest
-from combinations import OTHER, TEXT, Oracle, block_bytes, tiny
-from tiny_engines import stepped_over
+from checkpoints import tiny_model
+from combinations import OTHER, TEXT, Oracle, block_bytes, same, tiny
+from tiny_engines import Tiny, stepped_over
 
-from kvine.config import CacheConfig
+from kvine.config import CacheConfig, EngineConfig
 from kvine.errors import ConfigError
 from kvine.sampling.params import SamplingParams
 
@@ -53,6 +54,19 @@ def test_no_exact_copy_of_a_full_block_survives_and_bytes_are_those_planned(name
         assert len(engine.manager.pools[1].references) == (begun > 0), "an exact copy of a full block is held"
     stored = stepped.layer(0)[0]
     assert stored.shape[2] == 30
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["exact/int2", "fp16/int2", "int8/int2"])
+def test_codes_may_end_at_an_odd_byte(backend: str, name: str) -> None:
+    """And parameters begin there, in blocks of 5 tokens of 12 channels; with no block, one, and several."""
+    model = Tiny(*tiny_model("llama", head_dim=12))
+    cache = CacheConfig(5, kv_dtype=name)
+    oracle, exact = Oracle(model, cache), Oracle(model, cache, lossy=False)
+    stepped = stepped_over(model.engine(cache, EngineConfig(backend=backend)))
+    for length in (3, 7, 9, 23):
+        logits = stepped.extend(TEXT[len(stepped) : length])[0]
+        same(oracle, exact, TEXT[:length], logits, (name, backend))
 
 
 def test_shapes_that_cannot_be_packed_are_refused_when_the_engine_is_made() -> None:
