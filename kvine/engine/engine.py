@@ -261,7 +261,7 @@ class Engine:
             ) from None
         return spans
 
-    def _limit(self, prompt_ids: Sequence[int], params: SamplingParams, pinned: Spans) -> tuple[int, str]:
+    def _limit(self, prompt_ids: Sequence[int], params: SamplingParams, pinned: Spans = ()) -> tuple[int, str]:
         length, width = len(prompt_ids), params.num_lines
         context = self.parts.max_context
         needs_room = params.max_tokens != 0

@@ -351,7 +351,7 @@ def test_random_operations_never_show_a_query_another_past(machine: type[CacheMa
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=220,
             stateful_step_count=40,
             derandomize=True,
             deadline=None,

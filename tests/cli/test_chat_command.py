@@ -231,7 +231,7 @@ def test_a_saved_conversation_goes_on_in_another_process_without_being_computed(
         (("Hello", "/save"), "Name the file"),
         (("/load",), "Name the file"),
         (("/load missing",), "No such file"),
-        (("Hello", "/save ."), "cannot be written"),
+        (("Hello", "/save ."), "is no file"),
     ],
 )
 def test_what_cannot_be_kept_or_loaded_is_said(chat, lines, said, tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ def test_json(evaluate) -> None:
         "window": 16,
         "sinks": 4,
         "sink_rule": "in_cache",
+        "global_tokens": [],
         "block_size": 32,
     }
 

@@ -238,7 +238,7 @@ def fake_parts(
         frozenset(eos),
         vocab_size,
         max_context,
-        lambda salt: namespace_key(b"fake", "fp32", specs, salt=salt),
+        lambda salt, pinned=(): namespace_key(b"fake", "fp32", [s.keeping(pinned) for s in specs], salt=salt),
     )
 
 

@@ -73,7 +73,7 @@ def resumed_one_early(parts: EngineParts) -> EngineParts:
             positions = batch.positions.clone()
             for row, item in zip(batch.query_start, step, strict=False):
                 first = max(0, len(item.request.prompt_ids) - item.start)
-                if item.request.id >= 0 and item.request.output_ids and item.count > 1:
+                if item.request.owner.id >= 0 and item.request.output_ids and item.count > 1:
                     positions[row + first : row + item.count] -= 1
             return replace(batch, positions=positions)
 

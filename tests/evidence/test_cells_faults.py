@@ -38,7 +38,7 @@ CASES = {
     "feeding": Case(broken_cells.chunks_from_zero, ("chunks of 7",), "cached_k", alone=False),  # prefix hits too
     "block size": Case(broken_cells.slots_of_blocks_of_three, ("3",), "cached_k"),
     "prefix": Case(broken_cells.careless_comparison, ("hit, partly",), "cached_k", ("mates", "begins alike")),
-    "mates": Case(broken_cells.shared_table, ("three, uneven", "begins alike"), "attn_out"),
+    "mates": Case(broken_cells.shared_table, ("three, uneven", "begins alike"), "attn_out", ("beams", "3")),
     "preemption": Case(broken_cells.resumed_one_early, ("every 3 steps",), "cached_k", ("memory", "one request")),
     "memory": Case(broken_cells.overcommitted, ("one request",), None),
     "history": Case(broken_cells.fork_without_copies, ("fork",), "cached_k", ("beams", "3")),
@@ -46,7 +46,7 @@ CASES = {
     "store": Case(broken_cells.exchanged_halves, ("disk",), "cached_k"),
     "backend": Case(broken_cells.loud_reference, ("reference",), "attn_out"),
     "codec": Case(broken_cells.coarse_fp16, ("fp16",), "cached_k"),
-    "window": Case(broken_cells.short_window, ("window", "sinks", "in_cache"), "attn_out"),
+    "window": Case(broken_cells.short_window, ("window", "sinks", "in_cache", "global", "pinned"), "attn_out"),
 }
 
 

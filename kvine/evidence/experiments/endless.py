@@ -170,21 +170,7 @@ def run_endless(
         f"window={window + sinks}": CacheConfig(window=window + sinks),
     }
     parts = _parts(turns, tokens, places, piece)
-    written = []
-    for name, cache in ways.items():
-        planned = _most_bytes(llm, cache, len(llm.encode(prompt)) + tokens)
-        ids, held = _write(llm, cache, planned, llm.encode(prompt), turns, params, name, progress)
-        starts = [part[0].start for part in parts]
-        pieces = tuple(
-            Piece(
-                part[0].start,
-                math.exp(min(fmean(_loss(llm, ids, turn) for turn in part), 700)),
-                _repeated([token for turn in part for token in ids[turn.first : turn.end]]),
-                max(bytes_held for at, bytes_held in held if part[0].first <= at < end),
-            )
-            for part, end in zip(parts, [*starts[1:], tokens + 1], strict=True)
-        )
-        written.append(Written(name, pieces, planned, tuple(ids), llm.tokenizer.decode(ids[-64:])))
+    written = tuple(_written(llm, name, cache, prompt, turns, parts, params, progress) for name, cache in ways.items())
     return Endless(
         llm.source.name,
         DTYPE_NAMES[llm.model.dtype],
@@ -196,7 +182,7 @@ def run_endless(
         piece,
         passage,
         seed,
-        tuple(written),
+        written,
         count_packings(llm.model.packings),
     )
 
@@ -233,6 +219,33 @@ def _parts(turns: Sequence[_Turn], tokens: int, places: int, piece: int) -> list
     count = piece // (turns[0].end - turns[0].first)
     firsts = [(len(whole) - count) * place // (places - 1) for place in range(places)]
     return [whole[first : first + count] for first in firsts]
+
+
+def _written(
+    llm: LLM,
+    name: str,
+    cache: CacheConfig,
+    prompt: str,
+    turns: Sequence[_Turn],
+    parts: Sequence[Sequence[_Turn]],
+    params: SamplingParams,
+    progress: Progress,
+) -> Written:
+    """What one way writes, with its parts judged."""
+    tokens, begin = turns[-1].end, llm.encode(prompt)
+    planned = _most_bytes(llm, cache, len(begin) + tokens)
+    ids, held = _write(llm, cache, planned, begin, turns, params, name, progress)
+    ends = [*(part[0].start for part in parts[1:]), tokens + 1]
+    pieces = tuple(
+        Piece(
+            part[0].start,
+            math.exp(min(fmean(_loss(llm, ids, turn) for turn in part), 700)),
+            _repeated([token for turn in part for token in ids[turn.first : turn.end]]),
+            max(bytes_held for at, bytes_held in held if part[0].first <= at < end),
+        )
+        for part, end in zip(parts, ends, strict=True)
+    )
+    return Written(name, pieces, planned, tuple(ids), llm.tokenizer.decode(ids[-64:]))
 
 
 def _most_bytes(llm: LLM, cache: CacheConfig, length: int) -> int:

@@ -119,27 +119,25 @@ def _trap(
     return Trap(name, fault, _source(wrong), right, file, symptom, story, unsuitable)
 
 
-_POSITIONS = (
-    "kvine/engine/runner.py",
-    "positions += range(item.start, end)",
-)
-_SLOTS = (
-    "kvine/engine/runner.py",
-    "slots[rows] = written[at // size - first] * size + at % size",
-)
+_POSITIONS = ("kvine/engine/runner.py", "positions += range(item.start, end)")
+_SLOTS = ("kvine/engine/runner.py", "slots[rows] = written[at // size - first] * size + at % size")
 _VISIBLE = (
     "kvine/cache/spec.py",
     """
     causal = k_pos <= q_pos
     if self.window is None:
         return causal
-    return causal & ((q_pos - k_pos < self.window) | (k_pos < self.sink_tokens))
+    seen = (q_pos - k_pos < self.window) | (k_pos < self.sink_tokens)
+    for first, end in self.kept:
+        seen = seen | ((k_pos >= first) & (k_pos < end))
+    return causal & seen
     """,
 )
 _RAGGED = (
     "kvine/attention/reference.py",
     """
     for r, length in enumerate(batch.context_len):
+        spec = batch.spec_of(r, plan.spec)
         rows = slice(batch.query_start[r], batch.query_start[r + 1])
         table = batch.groups[plan.group].block_tables[r][: spec.num_blocks(length)]
     """,
@@ -392,7 +390,7 @@ _LIST = (
         with_step(attention.SinksOneFurther),
         attention.SinksOneFurther.__init__,
         "kvine/attention/cached.py",
-        "self._moved.append(batch.positions.clamp(max=limit - 1) if limit is not None and moved else None)",
+        "last = [NEVER if limit is None else limit - 1 for limit in limits]",
         "Nothing in the first window of tokens. After it the text is fluent and another one, and no limit is ever met: "
         "each query stands one place further from the sinks than it was counted to.",
         story="sinks",
