@@ -34,6 +34,7 @@ CACHES = (
     CacheConfig(block_size=8, kv_dtype="int8"),
     CacheConfig(block_size=4, window=20, sink_tokens=3, kv_dtype="int4/int2"),
     CacheConfig(block_size=16, kv_dtype="fp16/int4"),
+    CacheConfig(block_size=4, window=6, sink_tokens=1, global_tokens=((9, 14), (30, 31)), kv_dtype="fp16"),
 )
 LENGTHS = (1, 7, 8, 9, 64)
 Tiny = Callable[..., tuple[Any, Path]]
