@@ -111,6 +111,7 @@ def test_turns_read_prose_and_write_on(source: ModelSource) -> None:
     assert [piece.start for piece in with_sinks.pieces] == [0, 240, 520]
 
 
+@pytest.mark.slow
 def test_smollm2_stays_fluent_past_its_window_with_sinks_and_not_without() -> None:
     outcome = run_endless(LLM("smollm2-135m", threads=1), tokens=768, window=64, places=3, piece=128, passage=32)
     with_sinks, without = outcome.written
