@@ -171,6 +171,8 @@ def _judge_search(bench: Bench, names: dict[str, str], setup: Setup, steps: Sequ
     }
     worst = max(off, key=lambda line: (off[line], len(line)))
     held = replace(setup, prompt=replace(setup.prompt, text=(*worst, best[len(worst)])))  # its last token is not fed
+    # How much rounding moves depends on the text, and that line is another one.
+    rounding = max(rounding, bench.oracle.reference(held).rounding, key=lambda measured: measured.bound)
     return judge_search(names, steps, right, rounding), held
 
 
