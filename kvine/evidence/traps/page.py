@@ -54,8 +54,9 @@ The bound of rounding is measured for each layer: sixteen times the difference b
 and between whole products and single rows, and never less than sixteen units in the last place of the largest value.
 With packed weights the difference between products that round what they multiply and products that do not is measured
 too, and the bound is wider. So weights are exact unless you say otherwise: with `kvine verify --inject all --weights
-packed` 29 of the 30 faults are caught in SmolLM2, and 27 named for what they are. Sinks that are read one place too far
-hide in that rounding; two other faults that concern sinks look like a cache that keeps too few bits.
+packed` 29 of the 30 faults are caught in SmolLM2, and 26 named for what they are. Sinks that are read one place too far
+hide in that rounding; two other faults that concern sinks look like a cache that keeps too few bits, and a fork's
+stale block table like that of a beam.
 
 ## How well it does
 
