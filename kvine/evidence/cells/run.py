@@ -171,8 +171,11 @@ def _judge_search(bench: Bench, names: dict[str, str], setup: Setup, steps: Sequ
     }
     worst = max(off, key=lambda line: (off[line], len(line)))
     held = replace(setup, prompt=replace(setup.prompt, text=(*worst, best[len(worst)])))  # its last token is not fed
-    # How much rounding moves depends on the text, and that line is another one.
-    rounding = max(rounding, bench.oracle.reference(held).rounding, key=lambda measured: measured.bound)
+    of_line = bench.oracle.reference(held).rounding  # how much it moves depends on the text, and that line is another
+    if of_line.measured > of_line.limit:
+        reason = "Rounding alone moves the reference of a beam further than any bound may be: that beam proves nothing."
+        return Cell(names, "not run", reason=reason), held
+    rounding = max(rounding, of_line, key=lambda measured: measured.bound)
     return judge_search(names, steps, right, rounding), held
 
 
